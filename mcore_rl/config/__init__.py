@@ -1,0 +1,1 @@
+"""The run configuration: schema, composition, validation."""

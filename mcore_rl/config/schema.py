@@ -1,0 +1,284 @@
+"""Every field of a run's configuration, its type and its default.
+
+Hydra groups under `configs/` fill these dataclasses, so an unknown key or a wrong type is an error naming the key.
+Units are in the names. `None` means "off" or "derive it", never "whatever the library does".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Device(str, Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Impl(str, Enum):
+    """Layer implementation: `te` is TransformerEngine, `local` is ours, `auto` is te where it is installed on a GPU."""
+
+    auto = "auto"
+    te = "te"
+    local = "local"
+
+
+class DType(str, Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass
+class BuildConfig:
+    """A small random model made from transformers' own config class, when `model.path` is empty."""
+
+    architecture: str = "Qwen3MoeForCausalLM"
+    hf_config: dict[str, object] = field(default_factory=dict)
+    init_std: float = 0.02
+    tokenizer: str = "arithmetic"
+
+
+@dataclass
+class ModelConfig:
+    """path: a Hugging Face folder (config.json, safetensors, tokenizer). build: used when path is None."""
+
+    path: str | None = None
+    build: BuildConfig | None = None
+    dtype: DType = DType.float32
+    impl: Impl = Impl.auto
+    chat_template_kwargs: dict[str, object] = field(default_factory=dict)
+    recompute: bool = False
+
+
+@dataclass
+class LayoutConfig:
+    """Parallel sizes of the trainer. world = dp x tp x pp x cp; ep and etp divide what the experts are spread over."""
+
+    world: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1
+    sp: bool = False
+    tokens_per_micro_batch: int = 4096
+
+
+class LrSchedule(str, Enum):
+    constant = "constant"
+    cosine = "cosine"
+
+
+@dataclass
+class OptimizerConfig:
+    """Adam (Megatron's distributed optimizer). warmup_steps and total_steps count optimizer steps."""
+
+    lr: float = 1e-6
+    min_lr_ratio: float = 0.1
+    schedule: LrSchedule = LrSchedule.constant
+    warmup_steps: int = 0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    cpu_offload: bool = False
+
+
+class Baseline(str, Enum):
+    group_mean = "group_mean"
+    group_mean_std = "group_mean_std"
+    leave_one_out = "leave_one_out"
+    none = "none"
+
+
+class RatioLevel(str, Enum):
+    token = "token"
+    sequence = "sequence"
+
+
+class Aggregation(str, Enum):
+    token_mean = "token_mean"
+    seq_mean_token_mean = "seq_mean_token_mean"
+    seq_mean_token_sum = "seq_mean_token_sum"
+    seq_mean_token_sum_norm = "seq_mean_token_sum_norm"
+
+
+@dataclass
+class AlgorithmConfig:
+    """Independent axes: baseline, ratio level, clip, aggregation, selection. Presets are rows in configs/algorithm.
+
+    aggregation has no default: None is refused. ddof is that of the group's standard deviation.
+    allow_wide_sequence_clip lifts the refusal of a sequence-level clip above 1e-2.
+    """
+
+    baseline: Baseline = Baseline.group_mean_std
+    ddof: int = 1
+    ratio_level: RatioLevel = RatioLevel.sequence
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    aggregation: Aggregation | None = None
+    length_norm_tokens: int | None = None
+    allow_wide_sequence_clip: bool = False
+
+
+class RouterMode(str, Enum):
+    plain = "plain"
+    freeze = "freeze"
+    jitter = "jitter"
+
+
+@dataclass
+class RouterConfig:
+    """jitter_eps: the router input is multiplied by uniform(1 - eps, 1 + eps) in the training forward only.
+
+    aux_loss_coef is explicit and 0 in RL: a model's own router_aux_loss_coef is never taken silently.
+    """
+
+    mode: RouterMode = RouterMode.plain
+    jitter_eps: float = 0.0
+    aux_loss_coef: float = 0.0
+
+
+class EngineKind(str, Enum):
+    vllm = "vllm"
+    trainer = "trainer"
+
+
+class Placement(str, Enum):
+    owned = "owned"
+    url = "url"
+
+
+@dataclass
+class RolloutConfig:
+    """Where samples come from. `url` lists servers when placement is url; otherwise the run starts its own engine."""
+
+    engine: EngineKind = EngineKind.vllm
+    placement: Placement = Placement.owned
+    url: list[str] = field(default_factory=list)
+    dtype: DType = DType.float32
+    tensor_parallel: int = 1
+    expert_parallel: bool = False
+    max_model_len: int = 256
+    max_num_seqs: int = 256
+    kv_cache_gib: int = 1
+    gpu_memory_utilization: float = 0.6
+    enforce_eager: bool = True
+    threads: int = 1
+    start_timeout_s: float = 300.0
+    request_timeout_s: float = 600.0
+    max_engine_restarts: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 32
+
+
+@dataclass
+class SyncConfig:
+    """bucket_bytes bounds one bucket of the weight sync; two are staged.
+
+    probe_sequences are scored by trainer and engine after every sync. Every tensor is read back at least once in
+    readback_every syncs, and all of them at the first sync.
+    """
+
+    bucket_bytes: int = 64 * 1024 * 1024
+    probe_sequences: int = 4
+    probe_max_nats: float = 1e-3
+    readback_every: int = 10
+
+
+class TaskKind(str, Enum):
+    arithmetic = "arithmetic"
+    countdown = "countdown"
+    file = "file"
+
+
+@dataclass
+class TaskConfig:
+    """terms, digits: difficulty of the procedural tasks. train_file/eval_file: GSM8K-style JSONL or parquet."""
+
+    kind: TaskKind = TaskKind.arithmetic
+    min_terms: int = 6
+    max_terms: int = 6
+    worked_share: float = 0.35
+    worked_only_steps: int = 200
+    numbers: int = 3
+    max_number: int = 20
+    train_file: str | None = None
+    eval_file: str | None = None
+    system_prompt: str | None = None
+    prompt_suffix: str = ""
+    answer_pattern: str = "boxed"
+    require_full_format: bool = True
+
+
+@dataclass
+class SftConfig:
+    """Supervised warm-up. steps 0 skips it. It stops once greedy validation accuracy and format pass the gate."""
+
+    steps: int = 0
+    batch_size: int = 64
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    aux_loss_coef: float = 0.0
+    first_check_step: int = 200
+    check_every: int = 20
+    check_prompts: int = 200
+    min_accuracy: float = 0.15
+    max_accuracy: float = 0.60
+    min_format: float = 0.97
+
+
+@dataclass
+class TrainConfig:
+    """steps counts rollout batches; each is cut into updates_per_batch optimizer updates of whole groups."""
+
+    steps: int = 1
+    prompts_per_step: int = 32
+    samples_per_prompt: int = 8
+    updates_per_batch: int = 1
+    shuffle_rewards: bool = False
+
+
+@dataclass
+class EvalConfig:
+    """Held-out evaluation before and after, same prompts, greedy and at temperature 1."""
+
+    prompts: int = 500
+    temperature_1: bool = True
+    bootstrap_samples: int = 10_000
+
+
+@dataclass
+class TelemetryConfig:
+    """wandb: offline, online or disabled."""
+
+    wandb: str = "offline"
+    wandb_project: str = "mcore_rl"
+    rollouts_logged: int = 1_000_000
+    progress: bool = True
+
+
+@dataclass
+class RunConfig:
+    """A whole run."""
+
+    name: str = "run"
+    seed: int = 0
+    out_dir: str = "runs"
+    device: Device = Device.auto
+    resume: str | None = None
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

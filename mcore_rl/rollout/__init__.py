@@ -1,0 +1,1 @@
+"""Rollout of mcore_rl."""

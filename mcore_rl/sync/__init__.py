@@ -1,0 +1,1 @@
+"""Sync of mcore_rl."""

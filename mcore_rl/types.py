@@ -1,0 +1,329 @@
+"""The data that travels between the stages of a run, and the seams (Protocols) between its parts.
+
+Shape suffixes: P prompts, G samples of a group, B sequences, T tokens, L layers, E experts, K top-k.
+Everything here is plain data: no Megatron, no vLLM, no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+class StaleRollout(RuntimeError):
+    """A completion was sampled with other weights than the trainer holds."""
+
+
+class WeightMismatch(RuntimeError):
+    """An engine does not compute with the trainer's weights; the message names the tensor and the engine."""
+
+
+class EngineDied(RuntimeError):
+    """A rollout engine stopped answering; the message says which one and where its log is."""
+
+
+class StopRun(RuntimeError):
+    """The run ends here for a named reason; nothing was lost and nothing else is wrong."""
+
+
+class Pass(str, Enum):
+    """What a forward pass is for. Router modes and taps look at it; an unnamed forward is an error."""
+
+    TRAIN = "train"
+    OLD = "old"
+    REFERENCE = "reference"
+    PROBE = "probe"
+    EVAL = "eval"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt occurrence. `prompt_id` is unique per occurrence: the same question drawn twice has two ids."""
+
+    prompt_id: str
+    token_ids: tuple[int, ...]
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn: exactly this, never a model's own generation defaults. temperature 0 is greedy."""
+
+    temperature: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    top_p: float = 1.0
+    top_k: int = 0
+    samples_per_prompt: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer. `logprobs[t]` (nats) is what the engine recorded for `token_ids[t]`.
+
+    `token_ids` are the sampled ids, the stop token included; they are never re-tokenised.
+    `version` is the version of the weights the engine says it sampled with.
+    """
+
+    prompt_id: str
+    sample_index: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    version: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the task thinks of one completion. `correct` is the verdict; `reward` may be graded."""
+
+    reward: float
+    correct: bool
+    extracted: str | None
+    format_ok: bool
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """B whole sequences of uneven length.
+
+    token_ids: B int64 tensors [T_b].
+    loss_mask: B bool tensors [T_b]; True where the token is trained (predicted from its predecessors).
+    Position 0 is never trained. sample_ids: B unique names.
+    """
+
+    token_ids: tuple[Tensor, ...]
+    loss_mask: tuple[Tensor, ...]
+    sample_ids: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse ragged fields that do not line up (ValueError)."""
+        if not len(self.token_ids) == len(self.loss_mask) == len(self.sample_ids):
+            raise ValueError(
+                f"TokenBatch: {len(self.token_ids)} token_ids, {len(self.loss_mask)} loss_mask, {len(self.sample_ids)} sample_ids"
+            )
+        for name, ids, mask in zip(self.sample_ids, self.token_ids, self.loss_mask, strict=True):
+            if ids.shape != mask.shape or ids.dim() != 1:
+                raise ValueError(f"TokenBatch sample {name}: token_ids {tuple(ids.shape)} and loss_mask {tuple(mask.shape)} differ")
+            if mask.dtype != torch.bool or (mask.numel() and bool(mask[0])):
+                raise ValueError(f"TokenBatch sample {name}: loss_mask must be bool and False at position 0")
+
+    def __len__(self) -> int:
+        """Number of sequences B."""
+        return len(self.token_ids)
+
+    def select(self, index: Sequence[int]) -> TokenBatch:
+        """The sequences at `index`, in that order."""
+        return TokenBatch(
+            tuple(self.token_ids[i] for i in index),
+            tuple(self.loss_mask[i] for i in index),
+            tuple(self.sample_ids[i] for i in index),
+        )
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """Log-prob and entropy (nats) per token, aligned with TokenBatch: B fp32 tensors [T_b], 0 where not trained."""
+
+    logprobs: tuple[Tensor, ...]
+    entropy: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """One optimizer update's worth of sequences, the same on every rank.
+
+    token_weights: B fp32 tensors [T_b] from the global batch; the loss is the plain sum of weight x token loss.
+    advantages: fp32 [B] (0 for supervised stages). old_logprobs: B tensors [T_b], or None when this very forward
+    is its own `old` (exactly on-policy). sampler_logprobs: B tensors [T_b] as the engine recorded them.
+    """
+
+    tokens: TokenBatch
+    token_weights: tuple[Tensor, ...]
+    advantages: Tensor
+    old_logprobs: tuple[Tensor, ...] | None = None
+    sampler_logprobs: tuple[Tensor, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RoutingLayer:
+    """Routing of one MoE layer over the response tokens of one pass, summed over all ranks.
+
+    load_E: how many of the K choices went to each expert. Entropy is of the full softmax over E, in nats.
+    topk_margin: mean gap between the K-th and the (K+1)-th router probability.
+    """
+
+    layer: int
+    tokens: int
+    router_entropy_nats: float
+    load_E: tuple[float, ...]
+    max_over_mean_load: float
+    dead_experts: int
+    topk_margin: float
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What one optimizer update did. `metrics` are global values; `values` are the train pass' own log-probs."""
+
+    loss: float
+    grad_norm: float
+    metrics: dict[str, float]
+    values: TokenValues
+    routing: tuple[RoutingLayer, ...] = ()
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """One Hugging Face tensor of the whole model: name, dtype, full shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the full tensor in bytes."""
+        count = 1
+        for dim in self.shape:
+            count *= dim
+        return count * self.dtype.itemsize
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """The policy's weights under their Hugging Face names, always those after the last optimizer step."""
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken; negative while the supervised warm-up runs."""
+        ...
+
+    def metadata(self) -> tuple[TensorMeta, ...]:
+        """Every tensor of the whole model in iteration order, identical on every rank."""
+        ...
+
+    def held_names(self) -> frozenset[str]:
+        """Names this rank is the one to write: each name is held by exactly one rank of the trainer."""
+        ...
+
+    def bucket(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors of `names` that this rank holds, contiguous, in that order.
+
+        Collective: every trainer rank calls it with the same names (tensor-parallel shards are gathered inside).
+        """
+        ...
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors of the whole model on every rank, in metadata order. Collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One proved sync: what was sent, what was read back from the engine, and how long it took."""
+
+    version: int
+    tensors: int
+    bytes: int
+    buckets: int
+    readback_tensors: int
+    probe_max_nats: float
+    probe_mean_nats: float
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class RolloutEngine(Protocol):
+    """One policy copy that samples. Only rank 0 of the trainer talks to it."""
+
+    @property
+    def name(self) -> str:
+        """For messages: placement, index, address."""
+        ...
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights really loaded and proved; None before the first proved sync or after a failed one."""
+        ...
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """samples_per_prompt completions per prompt, ordered by (prompt, sample)."""
+        ...
+
+    def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-prob (nats) of each token after the first given its predecessors, at temperature 1."""
+        ...
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Engine usable inside; a no-op unless it shares the trainer's GPUs."""
+        ...
+
+    def health(self) -> None:
+        """Raise EngineDied if it does not answer."""
+        ...
+
+    def close(self) -> None:
+        """Stop what the run owns; leave no process behind."""
+        ...
+
+
+class Policy(Protocol):
+    """The trained model. Three methods; every call is collective over the trainer's ranks."""
+
+    def logprobs(self, batch: TokenBatch, pass_name: Pass) -> TokenValues:
+        """Log-prob and entropy of every trained token, whole batch on every rank, no gradient."""
+        ...
+
+    def update(self, batch: TrainBatch) -> UpdateReport:
+        """One optimizer step on the batch."""
+        ...
+
+    def weights(self) -> WeightSource:
+        """The weights after the last step."""
+        ...
+
+
+class Task(Protocol):
+    """Where prompts come from and what an answer is worth."""
+
+    def prompts(self, step: int, count: int) -> list[Prompt]:
+        """`count` training prompts of rollout batch `step`, a function of (seed, step) alone."""
+        ...
+
+    def eval_prompts(self, split: str, count: int) -> list[Prompt]:
+        """`count` distinct prompts of `val` or `test`, disjoint from every training prompt and from each other."""
+        ...
+
+    def demonstrations(self, step: int, count: int) -> list[tuple[Prompt, tuple[int, ...]]]:
+        """Prompt and response ids (stop token last) for supervised step `step`."""
+        ...
+
+    def score(self, prompt: Prompt, completion: Completion) -> Score:
+        """Verdict on one completion."""
+        ...
+
+
+class TelemetrySink(Protocol):
+    """Somewhere metrics go. Called on rank 0 only."""
+
+    def log_step(self, step: int, metrics: dict[str, float | list[float]]) -> None:
+        """Metrics of one step; NaN is kept."""
+        ...
+
+    def log_rollouts(self, step: int, records: Sequence[dict[str, object]]) -> None:
+        """One JSON-able record per completion."""
+        ...
+
+    def close(self) -> None:
+        """Flush."""
+        ...

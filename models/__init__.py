@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints as Megatron-Core modules and back: no RL."""

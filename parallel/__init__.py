@@ -1,0 +1,1 @@
+"""Process layout and tensor movement: no model, no RL."""
