@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 
 class Device(str, Enum):
@@ -34,7 +35,7 @@ class BuildConfig:
     """A small random model made from transformers' own config class, when `model.path` is empty."""
 
     architecture: str = "Qwen3MoeForCausalLM"
-    hf_config: dict[str, object] = field(default_factory=dict)
+    hf_config: dict[str, Any] = field(default_factory=dict)
     init_std: float = 0.02
     tokenizer: str = "arithmetic"
 
@@ -47,7 +48,7 @@ class ModelConfig:
     build: BuildConfig | None = None
     dtype: DType = DType.float32
     impl: Impl = Impl.auto
-    chat_template_kwargs: dict[str, object] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     recompute: bool = False
 
 
