@@ -150,7 +150,7 @@ class _FromLogits(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits, targets, lse = ctx.saved_tensors
         readout, valid = ctx.readout, ctx.shard.valid
         grad, local = grad_outputs[0] / readout.temperature, targets - ctx.shard.start
@@ -178,7 +178,7 @@ class _FromHidden(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, targets, lse = ctx.saved_tensors
         readout, shard = ctx.readout, ctx.shard
         grad, local, rows = grad_outputs[0] / readout.temperature, targets - shard.start, weight[: shard.valid]
