@@ -1,0 +1,143 @@
+"""The stages of one step, each a plain function of the run. All are collective over the trainer's ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from parallel.collectives import on_rank0
+
+from mcore_rl.batching import RolloutBatch, build_rollout_batch, split_updates, train_batch
+from mcore_rl.config.schema import RouterMode
+from mcore_rl.run import Run
+from mcore_rl.step_metrics import StepOutcome, rollout_records, step_metrics
+from mcore_rl.types import (
+    Completion,
+    Pass,
+    Prompt,
+    SamplingParams,
+    Score,
+    SyncReport,
+    TrainBatch,
+    UpdateReport,
+    WeightMismatch,
+)
+
+
+@dataclass(frozen=True)
+class PlannedUpdates:
+    """A rollout batch cut into optimizer updates. `rewards_used` differ from the scores only in the shuffled control."""
+
+    rollout: RolloutBatch
+    updates: tuple[TrainBatch, ...]
+
+
+def sync(run: Run) -> SyncReport:
+    """Bring the engine to the policy's weights and prove it. WeightMismatch when it answers another version."""
+    with run.clock.stage("sync"):
+        source = run.policy.weights()
+        report = run.weight_sync.sync(source, lambda: probe_logprobs(run))
+    if report.version != source.version:
+        raise WeightMismatch(f"sync ended at version {report.version}, the policy is at {source.version}")
+    return report
+
+
+def probe_logprobs(run: Run) -> list[list[float]]:
+    """The trainer's log-probs (nats) of the probe sequences, every token after the first."""
+    values = run.policy.logprobs(run.probe, Pass.PROBE)
+    return [row[1:].tolist() for row in values.logprobs]
+
+
+def draw_prompts(run: Run, step: int) -> list[Prompt]:
+    """The prompts of rollout batch `step`: the same on every rank, each occurrence with an id of its own."""
+    return run.task.prompts(step, run.config.train.prompts_per_step)
+
+
+def training_sampling(run: Run, step: int) -> SamplingParams:
+    """Sampling of rollout batch `step`: the configuration's, with a seed of its own per step."""
+    rollout, train = run.config.rollout, run.config.train
+    return SamplingParams(
+        temperature=rollout.temperature,
+        max_tokens=rollout.max_tokens,
+        stop_token_ids=run.stop_token_ids,
+        top_p=rollout.top_p,
+        samples_per_prompt=train.samples_per_prompt,
+        seed=run.config.seed * 1_000_003 + step,
+    )
+
+
+def roll_out(run: Run, prompts: Sequence[Prompt], step: int) -> list[Completion]:
+    """One group of samples per prompt, drawn by the engine; the same list on every rank."""
+    sampling = training_sampling(run, step)
+    with run.clock.stage("rollout"):
+        rows = on_rank0(lambda: [asdict(c) for c in run.sampler().generate(prompts, sampling)])
+    return [Completion(**row) for row in rows]
+
+
+def score(run: Run, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+    """The task's verdict on every completion, the same on every rank."""
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    with run.clock.stage("score"):
+        rows = on_rank0(lambda: [asdict(run.task.score(by_id[c.prompt_id], c)) for c in completions])
+    return [Score(**row) for row in rows]
+
+
+def advantages(
+    run: Run, prompts: Sequence[Prompt], completions: Sequence[Completion], scores: Sequence[Score], step: int
+) -> PlannedUpdates:
+    """Completions checked against what was sent, advantages by group, updates of whole groups with their weights.
+
+    Raises StaleRollout for a completion of other weights; ValueError for a lost, doubled or altered sample.
+    """
+    config = run.config
+    rollout = build_rollout_batch(
+        prompts,
+        completions,
+        shuffled(scores, config.seed, step) if config.train.shuffle_rewards else scores,
+        algorithm=config.algorithm,
+        version=run.policy.weights().version,
+        samples_per_prompt=config.train.samples_per_prompt,
+    )
+    parts = split_updates(rollout.prompt_ids, config.train.updates_per_batch, seed=config.seed, step=step)
+    with run.clock.stage("old"):
+        updates = [train_batch(rollout, part, config.algorithm, old=None) for part in parts]
+        return PlannedUpdates(rollout, with_old_logprobs(run, updates))
+
+
+def shuffled(scores: Sequence[Score], seed: int, step: int) -> list[Score]:
+    """The control: the batch's scores dealt to its samples at random, a function of (seed, step)."""
+    dealt = list(scores)
+    random.Random(f"{seed}/{step}/shuffled-rewards").shuffle(dealt)
+    return dealt
+
+
+def with_old_logprobs(run: Run, updates: Sequence[TrainBatch]) -> tuple[TrainBatch, ...]:
+    """`old` of every update that needs it, from one no-grad forward per update before the first optimizer step.
+
+    The first update is its own `old`: its forward runs at the weights that sampled it. Not where the training forward
+    is jittered: there every update gets `old` from a clean pass.
+    """
+    jittered = run.config.router.mode is RouterMode.jitter
+    ready: list[TrainBatch] = []
+    for index, update in enumerate(updates):
+        if index == 0 and not jittered:
+            ready.append(update)
+        else:
+            values = run.policy.logprobs(update.tokens, Pass.OLD)
+            ready.append(replace(update, old_logprobs=values.logprobs))
+    return tuple(ready)
+
+
+def update(run: Run, planned: PlannedUpdates) -> list[UpdateReport]:
+    """One optimizer step per planned update, in order."""
+    with run.clock.stage("update"):
+        return [run.policy.update(batch) for batch in planned.updates]
+
+
+def record(run: Run, step: int, outcome: StepOutcome) -> None:
+    """Metrics and rollouts of the step to every sink, on rank 0. Raises before logging when a number is lost."""
+    metrics = step_metrics(outcome, run.clock.take_step())
+    run.log_rows.append(metrics)
+    run.sinks.log_step(step, metrics)
+    run.sinks.log_rollouts(step, rollout_records(outcome))

@@ -1,0 +1,167 @@
+"""One step as numbers (metric name -> value) and as rollout records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.group_stats import group_statistics
+from mcore_rl.batching import RolloutBatch
+from mcore_rl.telemetry.mismatch import delta_statistics
+from mcore_rl.types import Completion, Prompt, RoutingLayer, Score, SyncReport, TrainBatch, UpdateReport
+
+Metrics = dict[str, float | list[float]]
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Everything one step produced. `updates` and `reports` line up; `scores` are the task's, before any control."""
+
+    prompts: Sequence[Prompt]
+    completions: Sequence[Completion]
+    scores: Sequence[Score]
+    rollout: RolloutBatch
+    updates: Sequence[TrainBatch]
+    reports: Sequence[UpdateReport]
+    synced: SyncReport
+
+
+def step_metrics(outcome: StepOutcome, seconds: Mapping[str, float]) -> Metrics:
+    """All metrics of a step. Group statistics are on the task reward, before any filter or control."""
+    metrics: Metrics = {"version": float(outcome.synced.version)}
+    metrics.update(_group_metrics(outcome))
+    metrics.update(_response_metrics(outcome))
+    metrics.update(_delta_metrics(outcome))
+    metrics.update(_update_metrics(outcome.reports))
+    metrics.update(_routing_metrics(outcome.reports[0].routing))
+    metrics.update(_sync_metrics(outcome.synced))
+    metrics.update({f"seconds/{name}": value for name, value in seconds.items()})
+    return metrics
+
+
+def old_logprobs(update: TrainBatch, report: UpdateReport) -> tuple[Tensor, ...]:
+    """The trainer's log-probs at the weights that sampled the update: its own forward's where it was its own `old`."""
+    return report.values.logprobs if update.old_logprobs is None else update.old_logprobs
+
+
+def _group_metrics(outcome: StepOutcome) -> dict[str, float]:
+    return group_statistics(
+        [score.reward for score in outcome.scores],
+        [score.correct for score in outcome.scores],
+        outcome.rollout.prompt_ids,
+        outcome.rollout.tokens.sample_ids,
+    )
+
+
+def _response_metrics(outcome: StepOutcome) -> dict[str, float]:
+    count = len(outcome.scores)
+    lengths = sorted(len(completion.token_ids) for completion in outcome.completions)
+    correct = sum(score.correct for score in outcome.scores)
+    return {
+        "format_frac": sum(score.format_ok for score in outcome.scores) / count,
+        "extract_frac": sum(score.extracted is not None for score in outcome.scores) / count,
+        "resp_trunc_frac": sum(score.truncated for score in outcome.scores) / count,
+        "resp_len_mean_tokens": sum(lengths) / count,
+        "resp_len_p50_tokens": float(lengths[count // 2]),
+        "tokens_per_correct": sum(lengths) / correct if correct else math.inf,
+        "drop/zero_variance_groups": float(outcome.rollout.advantages.zero_variance_groups),
+        "drop/singleton_groups": float(outcome.rollout.advantages.singleton_groups),
+    }
+
+
+def _delta_metrics(outcome: StepOutcome) -> dict[str, float]:
+    old: list[Tensor] = []
+    sampler: list[Tensor] = []
+    mask: list[Tensor] = []
+    for update, report in zip(outcome.updates, outcome.reports, strict=True):
+        if update.sampler_logprobs is None:
+            raise ValueError("an update lost its sampler log-probs; delta cannot be measured")
+        old.extend(old_logprobs(update, report))
+        sampler.extend(update.sampler_logprobs)
+        mask.extend(update.tokens.loss_mask)
+    return delta_statistics(old, sampler, mask)
+
+
+def _update_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for index, report in enumerate(reports):
+        metrics[f"loss/update_{index}"] = report.loss
+        metrics[f"grad_norm/update_{index}"] = report.grad_norm
+        metrics.update({f"{name}/update_{index}": value for name, value in report.metrics.items() if name not in _SHARED})
+    for name in _SHARED:
+        values = [report.metrics[name] for report in reports if name in report.metrics]
+        if values:
+            metrics[name] = values[0]
+    return metrics
+
+
+_SHARED = ("policy_entropy_nats", "lr")
+
+
+def _routing_metrics(layers: Sequence[RoutingLayer]) -> Metrics:
+    metrics: Metrics = {}
+    for layer in layers:
+        metrics[f"router_entropy_nats/layer_{layer.layer}"] = layer.router_entropy_nats
+        metrics[f"expert_load/layer_{layer.layer}"] = list(layer.load_E)
+        metrics[f"load_max_over_mean/layer_{layer.layer}"] = layer.max_over_mean_load
+        metrics[f"dead_experts/layer_{layer.layer}"] = float(layer.dead_experts)
+        metrics[f"topk_margin/layer_{layer.layer}"] = layer.topk_margin
+    return metrics
+
+
+def _sync_metrics(synced: SyncReport) -> dict[str, float]:
+    return {
+        "sync/tensors": float(synced.tensors),
+        "sync/bytes": float(synced.bytes),
+        "sync/buckets": float(synced.buckets),
+        "sync/readback_tensors": float(synced.readback_tensors),
+        "sync/probe_max_nats": synced.probe_max_nats,
+        "sync/probe_mean_nats": synced.probe_mean_nats,
+        **{f"sync_seconds/{name}": value for name, value in synced.seconds.items()},
+    }
+
+
+def rollout_records(outcome: StepOutcome) -> list[dict[str, object]]:
+    """One JSON-able record per completion: what was asked, sampled, paid, and how far trainer and sampler are apart."""
+    gaps = _delta_by_sample(outcome)
+    questions = {prompt.prompt_id: prompt for prompt in outcome.prompts}
+    records: list[dict[str, object]] = []
+    for index, (completion, score) in enumerate(zip(outcome.completions, outcome.scores, strict=True)):
+        name = outcome.rollout.tokens.sample_ids[index]
+        prompt = questions[completion.prompt_id]
+        records.append(
+            {
+                "sample_id": name,
+                "group_id": completion.prompt_id,
+                "question": prompt.question,
+                "answer": prompt.answer,
+                "prompt_token_ids": list(completion.prompt_token_ids),
+                "token_ids": list(completion.token_ids),
+                "sampler_logprobs": list(completion.logprobs),
+                "finish_reason": completion.finish_reason,
+                "weight_version": completion.version,
+                "reward": score.reward,
+                "correct": score.correct,
+                "extracted": score.extracted,
+                "format_ok": score.format_ok,
+                "truncated": score.truncated,
+                "advantage": float(outcome.rollout.advantages.values[index]),
+                "delta_max_abs_nats": gaps[name],
+            }
+        )
+    return records
+
+
+def _delta_by_sample(outcome: StepOutcome) -> dict[str, float]:
+    gaps: dict[str, float] = {}
+    for update, report in zip(outcome.updates, outcome.reports, strict=True):
+        old = old_logprobs(update, report)
+        for index, name in enumerate(update.tokens.sample_ids):
+            sampler = update.sampler_logprobs[index] if update.sampler_logprobs else torch.full_like(old[index], math.nan)
+            gap = (old[index] - sampler)[update.tokens.loss_mask[index]]
+            gaps[name] = float(gap.abs().max())
+    return gaps
