@@ -1,0 +1,70 @@
+"""Countdown: combine the given numbers, each exactly once, with + - * / to reach a target. The answer is an expression.
+
+The question is `3 7 12 = 24` (numbers, then the target); say the rules to a real model in task.system_prompt.
+Every question has a solution, because it is made from one.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from fractions import Fraction
+
+from mcore_rl.data.problem import Problem
+from mcore_rl.rewards.expression import OPERATORS, reaches_target
+from mcore_rl.types import Prompt
+
+SYMBOLS = dict(zip("+-*/", OPERATORS.values(), strict=True))
+MAX_TARGET = 999
+
+
+@dataclass(frozen=True)
+class Countdown:
+    """count numbers in 1..max_number."""
+
+    count: int
+    max_number: int
+
+    def __post_init__(self) -> None:
+        """ValueError on impossible difficulty."""
+        if self.count < 2 or self.max_number < 2:
+            raise ValueError(f"task.numbers={self.count}, task.max_number={self.max_number}: both must be at least 2")
+
+    def draw(self, rng: random.Random) -> Problem:
+        """One question with an integer target in 0..999, made by combining random pairs until one value is left."""
+        while True:
+            numbers = [rng.randint(1, self.max_number) for _ in range(self.count)]
+            made = _combine(rng, numbers)
+            if made is not None:
+                value, expression, steps = made
+                question = f"{' '.join(map(str, numbers))} = {value}"
+                return Problem(question, str(value), " ".join(steps), expression)
+
+    def equal(self, extracted: str, prompt: Prompt) -> bool:
+        """The expression reaches the target and uses each number exactly once."""
+        numbers, target = parse_question(prompt.question)
+        return reaches_target(extracted, numbers, target)
+
+
+def parse_question(question: str) -> tuple[list[int], int]:
+    """Numbers and target of a question."""
+    left, target = question.split(" = ")
+    return [int(number) for number in left.split()], int(target)
+
+
+def _combine(rng: random.Random, numbers: list[int]) -> tuple[int, str, list[str]] | None:
+    """Value, expression and steps of one random combination; None when a value leaves the integers 0..999."""
+    pool = [(Fraction(number), str(number)) for number in numbers]
+    steps: list[str] = []
+    while len(pool) > 1:
+        (left, left_text), (right, right_text) = (pool.pop(rng.randrange(len(pool))) for _ in range(2))
+        symbol = rng.choice("+-*/")
+        if symbol == "/" and right == 0:
+            return None
+        value = SYMBOLS[symbol](left, right)
+        if value.denominator != 1 or not 0 <= value <= MAX_TARGET:
+            return None
+        steps.append(f"{left}{symbol}{right}={value}")
+        pool.append((value, f"({left_text}{symbol}{right_text})"))
+    value, text = pool[0]
+    return int(value), text[1:-1], steps

@@ -1,0 +1,69 @@
+"""GSM8K-style files: one object per line (JSONL) or row (parquet) with `question` and `answer` ending in `#### n`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.lib
+import pyarrow.parquet
+
+from mcore_rl.data.problem import Problem
+from mcore_rl.rewards.values import parse_gsm8k_answer
+
+ANNOTATION = re.compile(r"<<[^>]*>>")
+
+
+def read_problems(path: str | Path) -> list[Problem]:
+    """The problems of a file, in order. ValueError naming file, line (or row) and key on the first unusable one."""
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"task file {file}: no such file")
+    readers = {".jsonl": _jsonl_rows, ".json": _jsonl_rows, ".parquet": _parquet_rows}
+    if file.suffix not in readers:
+        raise ValueError(f"task file {file}: suffix '{file.suffix}' is unknown; one of {sorted(readers)}")
+    problems = [_problem(where, row) for where, row in readers[file.suffix](file)]
+    if not problems:
+        raise ValueError(f"task file {file}: empty, no prompts left")
+    return problems
+
+
+def _jsonl_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """(file:line, object); blank lines are skipped."""
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield f"{file}:{number}", json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file}:{number}: not a JSON object: {error}") from error
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """(file:row, object), rows counted from 1."""
+    try:
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    except pyarrow.lib.ArrowInvalid as error:
+        raise ValueError(f"task file {file}: not a parquet file: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{file}:{number}", row
+
+
+def _problem(where: str, row: object) -> Problem:
+    """One row as a problem. ValueError naming the key that is missing or wrong."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: {type(row).__name__} where an object with 'question' and 'answer' is needed")
+    for key in ("question", "answer"):
+        value = row.get(key)
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(f"{where}: key '{key}' is {'missing' if key not in row else repr(value)}; a text is needed")
+    try:
+        answer = parse_gsm8k_answer(row["answer"])
+    except ValueError as error:
+        raise ValueError(f"{where}: key 'answer' {error}") from error
+    worked = ANNOTATION.sub("", row["answer"].rpartition("####")[0]).strip()
+    return Problem(row["question"].strip(), answer, worked, answer)

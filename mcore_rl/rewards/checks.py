@@ -1,0 +1,38 @@
+"""Scores of a whole batch, checked: a reward that is None, NaN or infinite stops the run and names the sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mcore_rl.types import Completion, Prompt, Score, Task
+
+
+def sample_name(completion: Completion) -> str:
+    """Unique name of one completion: prompt id and sample index."""
+    return f"{completion.prompt_id}/{completion.sample_index}"
+
+
+def require_reward(value: object, sample: str) -> float:
+    """`value` as a float. ValueError naming the sample when it is no finite number (None, NaN, inf, text, bool)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"reward of sample {sample} is {value!r}: a reward must be a finite number")
+    return float(value)
+
+
+def score_completions(task: Task, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+    """One Score per completion, in their order. ValueError: unknown prompt id, sample given twice, unusable reward."""
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    if len(by_id) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts have only {len(by_id)} different ids: every occurrence needs its own")
+    scores: list[Score] = []
+    seen: set[str] = set()
+    for completion in completions:
+        name = sample_name(completion)
+        if completion.prompt_id not in by_id or name in seen:
+            raise ValueError(f"completion {name}: {'given twice' if name in seen else 'its prompt was not asked'}")
+        seen.add(name)
+        score = task.score(by_id[completion.prompt_id], completion)
+        require_reward(score.reward, name)
+        scores.append(score)
+    return scores
