@@ -1,0 +1,67 @@
+"""The layer specification that Megatron builds a chunk from: TransformerEngine's, or the local one with our parts.
+
+Our parts in the local spec: packed attention, an RMS norm that knows sequence parallelism; in both: the policy's router.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from models.attention import PackedAttention
+from models.norm import RMSNorm
+from models.router import PolicyRouter
+from models.router_policy import RouterControl
+
+
+def resolve_impl(impl: str, device: torch.device) -> str:
+    """te or local for `auto|te|local`; auto is te where TransformerEngine is installed on a GPU.
+
+    ValueError for te without a GPU or without TransformerEngine, and for an unknown name.
+    """
+    if impl not in ("auto", "te", "local"):
+        raise ValueError(f"model.impl = {impl!r} is unknown; known: auto, te, local")
+    installed = find_spec("transformer_engine") is not None
+    if impl == "te" and device.type != "cuda":
+        raise ValueError("model.impl = te needs a GPU; use model.impl=local or auto on the CPU")
+    if impl == "te" and not installed:
+        raise ValueError("model.impl = te needs the package transformer-engine, which is not installed; use model.impl=local")
+    if impl == "auto":
+        return "te" if installed and device.type == "cuda" else "local"
+    return impl
+
+
+def _submodules(builder: Any) -> Any:
+    """Submodules of a ModuleSpec (megatron-core 0.16) or of a functools.partial over a module (0.19)."""
+    if isinstance(builder, partial):
+        return builder.keywords["submodules"]
+    return builder.submodules
+
+
+def block_spec(config: Any, impl: str, control: RouterControl, num_layers: int) -> TransformerBlockSubmodules:
+    """`num_layers` equal decoder layers and the final norm."""
+    make = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec if impl == "te" else _local_layer
+    experts = config.num_moe_experts
+    layer: ModuleSpec = make(num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm)
+    if experts is not None:
+        parts: Any = layer.submodules
+        _submodules(parts.mlp).router = partial(PolicyRouter, control=control)
+    norm: Any = gpt_layer_specs.TENorm if impl == "te" else RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+
+
+def _local_layer(**options: Any) -> ModuleSpec:
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", **options)
+    parts: Any = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = _submodules(parts.self_attention)
+    attention.core_attention = PackedAttention
+    if options["qk_layernorm"]:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer

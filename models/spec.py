@@ -1,0 +1,118 @@
+"""What a decoder is, in numbers: everything that the Megatron configuration and the weight map are made from.
+
+A `ModelSpec` comes from a Hugging Face `config.json` through `models.registry`; it knows no framework.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel.layout import ModelDims
+
+VOCAB_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """One Hugging Face tensor of the whole model: name, dtype, full shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3's stretched rotary frequencies: long waves slowed by `factor`, short ones kept, a smooth step between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+    def apply(self, frequencies: Tensor) -> Tensor:
+        """Scaled angular frequencies (radians per token), same shape; arXiv 2407.21783, section 3.4.3."""
+        wavelength = 2 * math.pi / frequencies
+        span = self.high_freq_factor - self.low_freq_factor
+        keep = ((self.original_max_positions / wavelength - self.low_freq_factor) / span).clamp(0.0, 1.0)
+        return frequencies * (keep + (1.0 - keep) / self.factor)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding over the whole head: base `theta`, optionally Llama 3's scaling."""
+
+    theta: float
+    scaling: Llama3Scaling | None = None
+
+    def frequencies(self, head_dim: int) -> Tensor:
+        """Angular frequencies, fp32 [head_dim / 2], in radians per token."""
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+        plain = 1.0 / (self.theta**exponent)
+        return plain if self.scaling is None else self.scaling.apply(plain)
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """Mixture of experts in every layer.
+
+    norm_topk_prob: the chosen experts' probabilities are renormalised to 1, which is a softmax over the chosen logits.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_size: int
+    norm_topk_prob: bool
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One decoder-only model: sizes, rotary embedding, what is tied, normalised and biased.
+
+    ffn_size is that of a dense layer (no layer is dense when `moe` is given). dtype is the checkpoint's; `other_dtypes`
+    names the tensors that are stored in another one.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rope: Rope
+    tied_embeddings: bool
+    qk_norm: bool
+    qkv_bias: bool
+    moe: MoeSpec | None = None
+    dtype: torch.dtype = torch.float32
+    other_dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Dtype of the Hugging Face tensor `name` in the checkpoint."""
+        return dict(self.other_dtypes).get(name, self.dtype)
+
+    def padded_vocab(self, tp: int) -> int:
+        """Vocabulary rows in Megatron: the next multiple of 128 x tp."""
+        multiple = VOCAB_MULTIPLE * tp
+        return -(-self.vocab_size // multiple) * multiple
+
+    def dims(self) -> ModelDims:
+        """The sizes that a parallel layout has to divide."""
+        return ModelDims(
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            hidden=self.hidden_size,
+            ffn=self.ffn_size,
+            num_experts=None if self.moe is None else self.moe.num_experts,
+            moe_ffn=None if self.moe is None else self.moe.ffn_size,
+            vocab_size=self.vocab_size,
+        )

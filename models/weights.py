@@ -1,0 +1,188 @@
+"""Hugging Face weights into a rank's Megatron modules, and out again as full tensors under their Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from models.hf_io import CheckpointReader, check_names, fuse_experts, write_checkpoint
+from models.parameters import canonical_parameters
+from models.registry import weight_map
+from models.spec import ModelSpec, TensorMeta
+from models.weight_map import Place, Rule
+from parallel.groups import ProcessGroups
+from parallel.layout import ParallelLayout
+
+
+def stage_of(rule: Rule, spec: ModelSpec, layout: ParallelLayout) -> int:
+    """Pipeline rank that holds the parameter."""
+    if rule.place is Place.FIRST:
+        return 0
+    if rule.place is Place.LAST or rule.layer is None:
+        return layout.pp - 1
+    return rule.layer // (spec.num_layers // (layout.pp * layout.chunks)) % layout.pp
+
+
+def expert_rank_of(rule: Rule, spec: ModelSpec, layout: ParallelLayout) -> int:
+    """Expert-parallel rank that holds the expert; 0 for everything else."""
+    if rule.expert is None or spec.moe is None:
+        return 0
+    return rule.expert // (spec.moe.num_experts // layout.ep)
+
+
+def holder_of(rule: Rule, spec: ModelSpec, layout: ParallelLayout) -> int:
+    """The one rank that hands the parameter out: first of its data- and tensor-parallel ranks."""
+    stage = stage_of(rule, spec, layout)
+    if rule.expert is None:
+        return layout.tp * layout.cp * layout.dp * stage
+    return layout.etp * (expert_rank_of(rule, spec, layout) + layout.ep * layout.edp * stage)
+
+
+def _shard_place(rule: Rule, groups: ProcessGroups) -> tuple[int, int]:
+    """This rank's tensor-parallel rank and size for the parameter."""
+    if rule.expert is None:
+        return groups.at.tp, groups.layout.tp
+    return groups.at.etp, groups.layout.etp
+
+
+def load_hf_weights(chunks: Sequence[nn.Module], spec: ModelSpec, groups: ProcessGroups, checkpoint: Path) -> None:
+    """Fill this rank's parameters from the Hugging Face folder; call it before the optimizer copies them.
+
+    Every parameter is filled with NaN first and written exactly once. ValueError naming the tensor when the checkpoint
+    lacks one, has one too many, or one does not fit; RuntimeError naming a parameter that no tensor is mapped to.
+    """
+    rules = weight_map(spec)
+    reader = CheckpointReader(checkpoint)
+    _check_checkpoint(reader, spec, rules)
+    waiting = canonical_parameters(chunks, spec, groups.layout, dist.get_rank())
+    for parameter in waiting.values():
+        parameter.data.fill_(torch.nan)
+    for rule in rules:
+        parameter = waiting.pop(rule.megatron, None)
+        if parameter is not None:
+            _load(parameter, rule, reader, _shard_place(rule, groups))
+    if waiting:
+        raise RuntimeError(f"no tensor of the checkpoint is mapped to {', '.join(sorted(waiting))}")
+
+
+def _check_checkpoint(reader: CheckpointReader, spec: ModelSpec, rules: Sequence[Rule]) -> None:
+    expected = frozenset(t.name for rule in rules for t in rule.tensors)
+    found = frozenset(name for name in reader.names() if not name.endswith("rotary_emb.inv_freq"))
+    if spec.tied_embeddings and "lm_head.weight" in found:
+        if not torch.equal(reader.read("lm_head.weight"), reader.read("model.embed_tokens.weight")):
+            raise ValueError(f"{reader.folder}: tie_word_embeddings is true, but lm_head.weight is not model.embed_tokens.weight")
+        found -= {"lm_head.weight"}
+    check_names(found, expected, reader.folder)
+    for name in sorted(expected):
+        if reader.dtype(name) is not spec.dtype_of(name):
+            raise ValueError(f"{reader.folder}: {name} is {reader.dtype(name)}, but the spec says {spec.dtype_of(name)}")
+
+
+def _load(parameter: nn.Parameter, rule: Rule, reader: CheckpointReader, place: tuple[int, int]) -> None:
+    try:
+        whole = rule.op.fuse([reader.read(t.name) for t in rule.tensors])
+        piece = rule.op.shard(whole, *place)
+    except ValueError as error:
+        raise ValueError(f"{rule.tensors[0].name} -> {rule.megatron}: {error}") from error
+    if piece.shape != parameter.shape:
+        raise ValueError(f"{rule.tensors[0].name} -> {rule.megatron}: {tuple(piece.shape)} into {tuple(parameter.shape)}")
+    parameter.data.copy_(piece)
+
+
+class ModelWeights:
+    """The whole model's weights as full tensors under their Hugging Face names.
+
+    dtype: what they are exported in; None keeps the checkpoint's dtypes. Padding rows of the vocabulary never leave.
+    """
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], spec: ModelSpec, groups: ProcessGroups, *, dtype: torch.dtype | None = None
+    ) -> None:
+        """Look the parameters up; tensors are read when they are asked for."""
+        self.groups = groups
+        self._spec = spec
+        self._rank = dist.get_rank()
+        self._parameters = canonical_parameters(chunks, spec, groups.layout, self._rank)
+        self._rules = tuple(rule for rule in weight_map(spec) if rule.exported)
+        self._rule_of = {t.name: rule for rule in self._rules for t in rule.tensors}
+        self._metadata = {t.name: TensorMeta(t.name, dtype or t.dtype, t.shape) for rule in self._rules for t in rule.tensors}
+
+    def metadata(self) -> tuple[TensorMeta, ...]:
+        """Every tensor of the whole model in iteration order, from the spec alone: the same on every rank."""
+        return tuple(self._metadata.values())
+
+    def held_names(self) -> frozenset[str]:
+        """Names this rank hands out; each name is held by exactly one rank."""
+        return frozenset(t.name for rule in self._rules if self._holder(rule) == self._rank for t in rule.tensors)
+
+    def _holder(self, rule: Rule) -> int:
+        return holder_of(rule, self._spec, self.groups.layout)
+
+    def bucket(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors of those `names` that this rank holds, in that order.
+
+        Collective over the tensor-parallel groups: every rank calls it with the same names and runs it to the end.
+        ValueError for an unknown name. Give a layer's names in metadata order: parts of one parameter are gathered once.
+        """
+        unknown = [name for name in names if name not in self._rule_of]
+        if unknown:
+            raise ValueError(f"the model has no tensor {unknown[0]}")
+        for _, group in groupby(names, key=lambda name: id(self._rule_of[name])):
+            wanted = list(group)
+            tensors = self._gather(self._rule_of[wanted[0]])
+            yield from ((name, tensors[name]) for name in wanted if name in tensors)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors of the whole model on every rank, in metadata order. Collective over all ranks."""
+        device = next(iter(self._parameters.values())).device
+        for rule in self._rules:
+            tensors, holder = self._gather(rule), self._holder(rule)
+            for part in rule.tensors:
+                meta = self._metadata[part.name]
+                tensor = tensors[part.name] if tensors else torch.empty(meta.shape, dtype=meta.dtype, device=device)
+                if self.groups.layout.world > 1:
+                    dist.broadcast(tensor, src=holder)
+                yield part.name, tensor
+
+    def _gather(self, rule: Rule) -> dict[str, Tensor]:
+        """The parameter's Hugging Face tensors on its holder; {} elsewhere. Collective over the holder's shard group."""
+        if not self._takes_part(rule):
+            return {}
+        local = self._parameters[rule.megatron].detach()
+        rank, size = _shard_place(rule, self.groups)
+        shards = [local]
+        if rule.op.sharded and size > 1:
+            group = self.groups.tp if rule.expert is None else self.groups.etp
+            shards = [torch.empty_like(local) for _ in range(size)] if rank == 0 else []
+            dist.gather(local.contiguous(), shards or None, dst=self._holder(rule), group=group)
+        if self._holder(rule) != self._rank:
+            return {}
+        parts = rule.op.split(rule.op.join(shards))
+        dtypes = [self._metadata[t.name].dtype for t in rule.tensors]
+        return {t.name: part.to(dtype).contiguous() for t, part, dtype in zip(rule.tensors, parts, dtypes, strict=True)}
+
+    def _takes_part(self, rule: Rule) -> bool:
+        """True on the holder and the ranks that have its other shards."""
+        at, layout = self.groups.at, self.groups.layout
+        if at.pp != stage_of(rule, self._spec, layout):
+            return False
+        if rule.expert is None:
+            return at.dp == 0 and at.cp == 0
+        return at.edp == 0 and at.ep == expert_rank_of(rule, self._spec, layout)
+
+
+def export_checkpoint(weights: ModelWeights, spec: ModelSpec, *, source: Path, target: Path) -> None:
+    """Write the model as a Hugging Face folder, laid out as `source` is. Collective; rank 0 writes."""
+    if dist.get_rank() != 0:
+        for _ in weights:
+            pass
+        return
+    tensors: Iterator[tuple[str, Tensor]] = iter(weights)
+    if spec.moe is not None and CheckpointReader(source).fused_experts:
+        tensors = fuse_experts(tensors, spec.moe.num_experts)
+    write_checkpoint(target, tensors, source=source)
