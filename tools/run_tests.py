@@ -1,0 +1,99 @@
+"""Runs the sections of `make test` one after the other, with headings and times: `python tools/run_tests.py lint unit`.
+
+Every section runs even if an earlier one failed; the exit status is 1 if any did. A section whose folder does not
+exist yet says so and fails: nothing is claimed that is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+LINT = (
+    ("ruff", "check", "."),
+    ("ruff", "format", "--check", "."),
+    ("basedpyright",),
+    ("lint-imports",),
+)
+FOLDERS = {
+    "unit": "tests/unit",
+    "dist": "tests/dist",
+    "engine": "tests/engine",
+    "soak": "tests/soak",
+    "parity": "tests/parity",
+    "chaos": "tests/chaos",
+}
+SCRIPTS = {"bench": "tools/bench.py"}
+WIDTH = 78
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one section ended."""
+
+    section: str
+    ok: bool
+    seconds: float
+
+
+def heading(text: str) -> None:
+    """A line that is easy to find in a long log."""
+    print(f"\n== {text} {'=' * max(0, WIDTH - len(text) - 4)}", flush=True)
+
+
+def run(command: list[str]) -> bool:
+    """Runs a command from the repository root; its output goes straight through."""
+    print(f"$ {' '.join(command)}", flush=True)
+    return subprocess.run([str(BIN / command[0]), *command[1:]], cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def lint() -> bool:
+    """All linters, every one even if an earlier one complained."""
+    failed = [command for command in LINT if not run(list(command))]
+    return not failed
+
+
+def pytest(folder: str) -> bool:
+    """One folder of tests. An empty folder is a failure: pytest's exit status 5."""
+    return run(["python", "-m", "pytest", folder, "--durations=5", *os.environ.get("PYTEST_ARGS", "").split()])
+
+
+def run_section(section: str) -> bool:
+    """True when the section is there and passed."""
+    if section == "lint":
+        return lint()
+    target = FOLDERS.get(section) or SCRIPTS[section]
+    if not (ROOT / target).exists():
+        print(f"{section}: nothing to run yet, {target} does not exist")
+        return False
+    return pytest(target) if section in FOLDERS else run(["python", target])
+
+
+def main() -> None:
+    """Command line."""
+    known = ["lint", *FOLDERS, *SCRIPTS]
+    sections = sys.argv[1:]
+    unknown = [name for name in sections if name not in known]
+    if unknown or not sections:
+        sys.exit(f"run_tests.py: sections are {', '.join(known)}; got {' '.join(sections) or 'none'}")
+    results = []
+    for index, section in enumerate(sections, start=1):
+        heading(f"{index}/{len(sections)} {section}")
+        started = time.monotonic()
+        ok = run_section(section)
+        results.append(Result(section, ok, time.monotonic() - started))
+    total = sum(result.seconds for result in results)
+    heading(f"total {total:.0f} s, Python {sys.version.split()[0]}")
+    for result in results:
+        print(f"{result.section:8s} {'ok' if result.ok else 'FAILED':8s} {result.seconds:6.0f} s")
+    sys.exit(0 if all(result.ok for result in results) else 1)
+
+
+if __name__ == "__main__":
+    main()
