@@ -104,6 +104,11 @@ class ParallelLayout:
         """A micro-batch's token count must be a multiple of this."""
         return (self.tp if self.sp else 1) * (2 * self.cp if self.cp > 1 else 1)
 
+    @property
+    def micro_batch_multiple(self) -> int:
+        """A rank's number of micro-batches must be a multiple of this (Megatron's interleaved schedule)."""
+        return self.pp if self.chunks > 1 else 1
+
     def validate(self, dims: ModelDims) -> None:
         """Refuse a model that these sizes do not divide (ValueError naming the numbers)."""
         _divides(self.tp, "tp", dims.num_heads, "attention heads")
