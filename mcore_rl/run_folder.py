@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +96,12 @@ def fresh_folder(config: RunConfig) -> tuple[RunFolder, Path | None]:
         folder.root.rename(moved)
     folder.logs.mkdir(parents=True, exist_ok=True)
     return folder, moved
+
+
+def write_launch(folder: RunFolder, command: Sequence[str]) -> None:
+    """Record how this run was started."""
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(folder.launch, {"command": shlex.join(command), "cwd": str(Path.cwd()), "started": started})
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

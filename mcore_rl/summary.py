@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,8 +66,11 @@ def write_summary(folder: RunFolder, summary: Mapping[str, Any]) -> None:
 
 
 def summarise_failure(folder: RunFolder, exit_reason: str) -> None:
-    """Write summary.json for a run that ended without one, from whatever metrics.jsonl holds."""
+    """Say in summary.json why the run failed; a run that wrote none gets one from whatever metrics.jsonl holds."""
     if folder.summary.exists():
+        written = json.loads(folder.summary.read_text(encoding="utf-8"))
+        if written.get("exit_reason") == COMPLETED:
+            write_json(folder.summary, {**written, "exit_reason": exit_reason})
         return
     rows = read_rows(folder.metrics) if folder.metrics.exists() else []
     write_summary(folder, build_summary(rows, EvalSummary(), exit_reason=exit_reason))

@@ -1,0 +1,66 @@
+"""Everything that can be known to be wrong before a rank or an engine starts.
+
+The order is from cheap to dear: fields, device, model and layout, then the task with the model's own tokenizer.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from mcore_rl.algorithms.validate import validate_algorithm
+from mcore_rl.config.schema import Device, RunConfig
+from mcore_rl.config.validate_fields import require, validate_fields
+from mcore_rl.config.validate_model import model_spec, model_tokenizer, validate_layout
+from mcore_rl.data.build import BuiltTask, build_task
+from mcore_rl.types import Prompt
+
+
+def validate(config: RunConfig, stage: str = "train", *, local_ranks: int | None = None) -> None:
+    """Raise ValueError, one line with key, value and what would be right, for the first thing that cannot work.
+
+    stage: train, sft or eval. local_ranks: ranks this host will run (None: somebody else places them).
+    """
+    validate_fields(config)
+    require(stage != "sft" or config.sft.steps > 0, f"sft.steps={config.sft.steps}", "mcore-rl sft needs at least 1 step")
+    if stage == "train":
+        validate_algorithm(config.algorithm, samples_per_prompt=config.train.samples_per_prompt)
+    _device(config, local_ranks)
+    spec = model_spec(config.model)
+    validate_layout(config, spec)
+    tokenizer = model_tokenizer(config.model, spec)
+    validate_task(config, tokenizer)
+
+
+def _device(config: RunConfig, local_ranks: int | None) -> None:
+    if config.device is Device.cuda:
+        require(torch.cuda.is_available(), "device=cuda", "torch finds no CUDA device; use device=cpu")
+    cuda = config.device is not Device.cpu and torch.cuda.is_available()
+    count = torch.cuda.device_count() if cuda else 0
+    if cuda and local_ranks is not None:
+        require(
+            local_ranks <= count,
+            f"layout.world={local_ranks}",
+            f"this host has {count} CUDA devices; start the ranks of several hosts with torchrun, or use device=cpu",
+        )
+
+
+def validate_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Build the task as the run will and draw from it: files, patterns, difficulty, enough prompts, short enough."""
+    rollout = config.rollout
+    limit = rollout.max_model_len - rollout.max_tokens
+    task = build_task(
+        config.task, tokenizer, seed=config.seed, template_kwargs=config.model.chat_template_kwargs, max_prompt_tokens=limit
+    )
+    prompts = task.prompts(0, 16) + task.eval_prompts("test", config.eval.prompts) + _gate_prompts(config, task)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    require(
+        longest <= limit,
+        f"rollout.max_model_len={rollout.max_model_len}",
+        f"the longest prompt has {longest} tokens and rollout.max_tokens={rollout.max_tokens} follow; "
+        f"at least {longest + rollout.max_tokens} are needed",
+    )
+
+
+def _gate_prompts(config: RunConfig, task: BuiltTask) -> list[Prompt]:
+    return task.eval_prompts("val", config.sft.check_prompts) if config.sft.steps else []

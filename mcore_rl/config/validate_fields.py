@@ -1,0 +1,184 @@
+"""What can be wrong with a configuration by itself: no model, no file, no device is looked at."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from mcore_rl.config.schema import DType, EngineKind, OptimizerConfig, Placement, RouterMode, RunConfig
+
+WANDB_MODES = ("offline", "online", "disabled")
+BF16_PROBE_FLOOR_NATS = 1e-2
+
+
+def validate_fields(config: RunConfig) -> None:
+    """ValueError naming key, value and what would be right, for the first field that cannot work."""
+    _run(config)
+    _train(config)
+    _rollout(config)
+    _sync(config)
+    _router(config)
+    _optimizer("optimizer", config.optimizer)
+    _optimizer("sft.optimizer", config.sft.optimizer)
+    _sft(config)
+    _evaluation(config)
+
+
+def require(ok: bool, setting: str, why: str) -> None:
+    """ValueError `setting: why` unless ok."""
+    if not ok:
+        raise ValueError(f"{setting}: {why}")
+
+
+def _run(config: RunConfig) -> None:
+    require(
+        config.resume is None,
+        f"resume={config.resume}",
+        "continuing a run is not available: runs write no training checkpoints yet",
+    )
+    require(
+        re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name) is not None,
+        f"name={config.name!r}",
+        "a folder name of letters, digits, '.', '_' and '-' is needed",
+    )
+    require(config.seed >= 0, f"seed={config.seed}", "must not be negative")
+    mode = config.telemetry.wandb
+    require(mode in WANDB_MODES, f"telemetry.wandb={mode}", f"one of {', '.join(WANDB_MODES)}")
+    _at_least(0, [("telemetry.rollouts_logged", config.telemetry.rollouts_logged)])
+
+
+def _train(config: RunConfig) -> None:
+    train = config.train
+    sizes = [("steps", train.steps), ("prompts_per_step", train.prompts_per_step)]
+    sizes += [("samples_per_prompt", train.samples_per_prompt), ("updates_per_batch", train.updates_per_batch)]
+    _at_least(1, [(f"train.{name}", value) for name, value in sizes])
+    require(
+        train.prompts_per_step % train.updates_per_batch == 0,
+        f"train.updates_per_batch={train.updates_per_batch}",
+        f"must divide train.prompts_per_step={train.prompts_per_step}: every update takes whole groups",
+    )
+
+
+def _rollout(config: RunConfig) -> None:
+    rollout = config.rollout
+    require(rollout.engine is EngineKind.vllm, f"rollout.engine={rollout.engine.name}", "not available yet; use vllm")
+    owned = rollout.placement is Placement.owned
+    require(owned or bool(rollout.url), "rollout.placement=url", "needs rollout.url=[http://host:port]")
+    require(not (owned and rollout.url), f"rollout.url={rollout.url}", "is read with rollout.placement=url only")
+    for url in rollout.url:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname)
+        require(good, f"rollout.url={url}", "an address like http://127.0.0.1:8000 is needed")
+    restarts = rollout.max_engine_restarts
+    require(restarts == 0, f"rollout.max_engine_restarts={restarts}", "restarting an engine is not available yet; use 0")
+    sizes = [
+        ("tensor_parallel", rollout.tensor_parallel),
+        ("max_tokens", rollout.max_tokens),
+        ("max_num_seqs", rollout.max_num_seqs),
+    ]
+    sizes += [("kv_cache_gib", rollout.kv_cache_gib), ("threads", rollout.threads)]
+    _at_least(1, [(f"rollout.{name}", value) for name, value in sizes])
+    _positive([("rollout.start_timeout_s", rollout.start_timeout_s), ("rollout.request_timeout_s", rollout.request_timeout_s)])
+    share = rollout.gpu_memory_utilization
+    require(0.0 < share <= 1.0, f"rollout.gpu_memory_utilization={share}", "a share in (0, 1] is needed")
+    require(
+        rollout.max_tokens < rollout.max_model_len,
+        f"rollout.max_model_len={rollout.max_model_len}",
+        f"must be larger than rollout.max_tokens={rollout.max_tokens}: the prompt is part of it",
+    )
+    _sampling(config)
+
+
+def _sampling(config: RunConfig) -> None:
+    rollout, samples = config.rollout, config.train.samples_per_prompt
+    require(
+        rollout.temperature > 0.0 or samples == 1,
+        f"rollout.temperature={rollout.temperature}",
+        f"train.samples_per_prompt={samples} greedy samples of a prompt are all the same; use rollout.temperature=1.0",
+    )
+    why = "the trainer's log-probs are of the whole distribution at temperature 1, so samples must be too; use 1.0"
+    require(rollout.temperature == 1.0, f"rollout.temperature={rollout.temperature}", why)
+    require(rollout.top_p == 1.0, f"rollout.top_p={rollout.top_p}", why)
+    budget = config.layout.tokens_per_micro_batch
+    require(
+        budget >= rollout.max_model_len,
+        f"layout.tokens_per_micro_batch={budget}",
+        f"must hold one sequence of rollout.max_model_len={rollout.max_model_len} tokens",
+    )
+
+
+def _sync(config: RunConfig) -> None:
+    sync = config.sync
+    _at_least(1, [("sync.bucket_bytes", sync.bucket_bytes), ("sync.probe_sequences", sync.probe_sequences)])
+    _at_least(1, [("sync.readback_every", sync.readback_every)])
+    _positive([("sync.probe_max_nats", sync.probe_max_nats)])
+    coarse = DType.bfloat16 in (config.rollout.dtype, config.model.dtype)
+    require(
+        not coarse or sync.probe_max_nats >= BF16_PROBE_FLOOR_NATS,
+        f"sync.probe_max_nats={sync.probe_max_nats}",
+        f"bfloat16 kernels alone differ by more; use sync=bf16 or a bound of at least {BF16_PROBE_FLOOR_NATS}",
+    )
+
+
+def _router(config: RunConfig) -> None:
+    router = config.router
+    jitter = router.mode is RouterMode.jitter
+    require(
+        not jitter or 0.0 < router.jitter_eps < 1.0,
+        f"router.jitter_eps={router.jitter_eps}",
+        "router.mode=jitter needs 0 < eps < 1",
+    )
+    require(
+        jitter or router.jitter_eps == 0.0,
+        f"router.jitter_eps={router.jitter_eps}",
+        f"is read with router.mode=jitter only; mode is {router.mode.name}",
+    )
+    for key, value in (("router.aux_loss_coef", router.aux_loss_coef), ("sft.aux_loss_coef", config.sft.aux_loss_coef)):
+        require(math.isfinite(value) and value >= 0.0, f"{key}={value}", "must not be negative")
+
+
+def _optimizer(key: str, optimizer: OptimizerConfig) -> None:
+    require(math.isfinite(optimizer.lr) and optimizer.lr >= 0.0, f"{key}.lr={optimizer.lr}", "must not be negative")
+    for name, beta in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
+        require(0.0 <= beta < 1.0, f"{key}.{name}={beta}", "must lie in [0, 1)")
+    share = optimizer.min_lr_ratio
+    require(0.0 <= share <= 1.0, f"{key}.min_lr_ratio={share}", "a share of lr in [0, 1] is needed")
+    _positive([(f"{key}.eps", optimizer.eps), (f"{key}.clip_grad", optimizer.clip_grad)])
+    require(optimizer.weight_decay >= 0.0, f"{key}.weight_decay={optimizer.weight_decay}", "must not be negative")
+    _at_least(0, [(f"{key}.warmup_steps", optimizer.warmup_steps)])
+
+
+def _sft(config: RunConfig) -> None:
+    sft = config.sft
+    _at_least(0, [("sft.steps", sft.steps), ("sft.first_check_step", sft.first_check_step)])
+    sizes = [("batch_size", sft.batch_size), ("check_every", sft.check_every), ("check_prompts", sft.check_prompts)]
+    _at_least(1, [(f"sft.{name}", value) for name, value in sizes])
+    require(
+        0.0 <= sft.min_accuracy <= sft.max_accuracy <= 1.0,
+        f"sft.min_accuracy={sft.min_accuracy}",
+        f"must lie between 0 and sft.max_accuracy={sft.max_accuracy}, which must not exceed 1",
+    )
+    require(0.0 <= sft.min_format <= 1.0, f"sft.min_format={sft.min_format}", "a share in [0, 1] is needed")
+    if sft.steps:
+        require(
+            sft.first_check_step <= sft.steps,
+            f"sft.first_check_step={sft.first_check_step}",
+            f"is after sft.steps={sft.steps}: never checked",
+        )
+
+
+def _evaluation(config: RunConfig) -> None:
+    _at_least(1, [("eval.prompts", config.eval.prompts)])
+    _at_least(100, [("eval.bootstrap_samples", config.eval.bootstrap_samples)])
+
+
+def _at_least(least: int, values: Iterable[tuple[str, int]]) -> None:
+    for key, value in values:
+        require(value >= least, f"{key}={value}", f"must be at least {least}")
+
+
+def _positive(values: Iterable[tuple[str, float]]) -> None:
+    for key, value in values:
+        require(math.isfinite(value) and value > 0.0, f"{key}={value}", "must be positive")

@@ -1,0 +1,71 @@
+"""The model and the layout, from config.json alone: no weight is read and nothing is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from mcore_rl.config.schema import Impl, ModelConfig, RouterMode, RunConfig
+from mcore_rl.config.validate_fields import require
+from mcore_rl.data.tokenizer import build_tokenizer, load_tokenizer
+from models.registry import read_spec, spec_from_config
+from models.spec import ModelSpec
+from parallel.layout import ParallelLayout
+
+
+def model_spec(model: ModelConfig) -> ModelSpec:
+    """Spec of the checkpoint at model.path, or of model.build. ValueError naming key, path and what is missing."""
+    if model.path is not None:
+        return _spec_of_folder(Path(model.path))
+    if model.build is None:
+        raise ValueError("model.path=null: give a Hugging Face folder, or model=quickstart_moe to build a small model")
+    try:
+        return spec_from_config({"architectures": [model.build.architecture], **model.build.hf_config})
+    except ValueError as error:
+        raise ValueError(f"model.build: {error}") from error
+
+
+def model_tokenizer(model: ModelConfig, spec: ModelSpec) -> PreTrainedTokenizerFast:
+    """The tokenizer the run will use; ValueError where the model has fewer rows than it has tokens."""
+    if model.path is not None:
+        tokenizer, key = load_tokenizer(model.path), f"model.path={model.path}"
+    else:
+        name = model.build.tokenizer if model.build else ""
+        tokenizer, key = build_tokenizer(name), f"model.build.hf_config.vocab_size={spec.vocab_size}"
+    require(
+        len(tokenizer) <= spec.vocab_size, key, f"the tokenizer has {len(tokenizer)} tokens, the model {spec.vocab_size} rows"
+    )
+    return tokenizer
+
+
+def validate_layout(config: RunConfig, spec: ModelSpec) -> None:
+    """Every divisibility error of layout and model, and options that this model or device cannot have."""
+    layout = config.layout
+    sizes = ParallelLayout(
+        world=layout.world, tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep, etp=layout.etp, cp=layout.cp, sp=layout.sp
+    )
+    sizes.validate(spec.dims())
+    require(
+        layout.cp == 1 or config.model.impl is not Impl.local, f"layout.cp={layout.cp}", "needs TransformerEngine (model.impl=te)"
+    )
+    if spec.moe is None:
+        mode = config.router.mode
+        require(mode is RouterMode.plain, f"router.mode={mode.name}", f"{spec.architecture} has no router; use router=plain")
+        auxiliary = config.router.aux_loss_coef
+        require(auxiliary == 0.0, f"router.aux_loss_coef={auxiliary}", f"{spec.architecture} has no experts; use 0")
+        warm_up = config.sft.aux_loss_coef
+        require(
+            not config.sft.steps or warm_up == 0.0, f"sft.aux_loss_coef={warm_up}", f"{spec.architecture} has no experts; use 0"
+        )
+    positions = spec.max_positions
+    length = config.rollout.max_model_len
+    require(length <= positions, f"rollout.max_model_len={length}", f"the model has {positions} positions")
+
+
+def _spec_of_folder(folder: Path) -> ModelSpec:
+    key = f"model.path={folder}"
+    require(folder.is_dir(), key, "no such folder; a Hugging Face folder (config.json, safetensors, tokenizer) is needed")
+    require((folder / "config.json").is_file(), key, "has no config.json, so it is not a Hugging Face folder")
+    require(any(folder.glob("*.safetensors")), key, "has no .safetensors file; convert the checkpoint to safetensors first")
+    return read_spec(folder)

@@ -1,0 +1,48 @@
+"""`mcore-rl train|sft|eval` without torchrun: check everything, make the run folder, start the local ranks."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from mcore_rl.config.compose import resolved_yaml
+from mcore_rl.config.schema import Device, RunConfig
+from mcore_rl.config.validate import validate
+from mcore_rl.ranks import run_ranks
+from mcore_rl.run_folder import fresh_folder, write_launch
+from mcore_rl.summary import summarise_failure
+
+
+def launch(stage: str, config: RunConfig, command: list[str]) -> int:
+    """Run `stage` on this host's ranks; the exit code. The last line on stderr says why a run failed.
+
+    Raises ValueError before anything starts when the configuration cannot work.
+    """
+    validate(config, stage, local_ranks=config.layout.world)
+    folder, moved = fresh_folder(config)
+    if moved is not None:
+        sys.stdout.write(f"an earlier run of this name is kept in {moved}\n")
+        sys.stdout.flush()
+    folder.config.write_text(resolved_yaml(config), encoding="utf-8")
+    write_launch(folder, command)
+    ranks = [sys.executable, "-m", "mcore_rl.rank", stage, str(folder.config)]
+    outcome = run_ranks(ranks, world=config.layout.world, folder=folder, env=rank_environment(config))
+    if outcome.exit_code:
+        summarise_failure(folder, outcome.message)
+        sys.stderr.write(f"mcore-rl {stage}: {outcome.message}\n")
+        sys.stderr.flush()
+    return outcome.exit_code
+
+
+def rank_environment(config: RunConfig) -> dict[str, str]:
+    """What every rank's environment needs: one thread each, and on CPU no compiler (inductor would need a C++ one)."""
+    env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if not uses_cuda(config):
+        env["TORCHDYNAMO_DISABLE"] = "1"
+    return env
+
+
+def uses_cuda(config: RunConfig) -> bool:
+    """Device.auto is CUDA where there is one."""
+    return config.device is Device.cuda or (config.device is Device.auto and torch.cuda.is_available())
