@@ -1,0 +1,204 @@
+"""The trained model: log-probs, one optimizer update, weights. Every call is collective over the trainer's ranks.
+
+The same class serves supervised and RL stages: `PolicySettings` holds the loss, the optimizer and the first version.
+A later stage makes a new policy (fresh DistributedDataParallel and optimizer) over the same model chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_rl.algorithms.losses import LossFunction
+from mcore_rl.config.schema import OptimizerConfig
+from mcore_rl.policy_metrics import UpdateSums, routing_layers
+from mcore_rl.policy_rows import BatchValues, PolicyRow, RowPlan, count_tokens, row_logprobs
+from mcore_rl.policy_weights import PolicyWeights
+from mcore_rl.schedules import learning_rate
+from mcore_rl.types import Pass, RoutingLayer, StopRun, TokenBatch, TokenValues, TrainBatch, UpdateReport
+from models.build import forward_packed
+from models.router import router_pass, set_aux_loss_coef, sum_over_ranks, take_routing
+from models.spec import ModelSpec
+from models.weights import ModelWeights
+from parallel.groups import ProcessGroups
+from parallel.optimizer import OptimizerSettings, build_ddp, build_optimizer
+from parallel.schedule import ForwardStep, run_micro_batches
+from parallel.vocab import Readout
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What makes a policy out of model chunks.
+
+    loss: `sft_loss` or `policy_loss(config)`. total_steps: length of the learning-rate schedule in optimizer steps.
+    first_version: version before the first update (0 in RL, minus the number of steps in a supervised warm-up).
+    temperature: that of the sampler; logits are divided by it once.
+    """
+
+    loss: LossFunction
+    optimizer: OptimizerConfig
+    total_steps: int
+    tokens_per_micro_batch: int
+    first_version: int = 0
+    aux_loss_coef: float = 0.0
+    temperature: float = 1.0
+
+
+class MegatronPolicy:
+    """`types.Policy` over this rank's Megatron chunks."""
+
+    def __init__(self, chunks: Sequence[nn.Module], spec: ModelSpec, groups: ProcessGroups, settings: PolicySettings) -> None:
+        """Wrap the chunks for data parallelism and build their optimizer.
+
+        ValueError for context parallelism, and for a learning-rate schedule without room for its steps.
+        """
+        if groups.layout.cp > 1:
+            raise ValueError(f"layout.cp={groups.layout.cp}: the policy does not split a sequence over ranks; use cp=1")
+        learning_rate(settings.optimizer, settings.optimizer.warmup_steps, settings.total_steps)
+        self.settings = settings
+        self._spec = spec
+        self._groups = groups
+        self._steps = 0
+        self._device = next(chunks[0].parameters()).device
+        self._weights = PolicyWeights(ModelWeights(chunks, spec, groups), lambda: self.version)
+        self._readout = Readout(spec.vocab_size, tp_group=groups.tp, temperature=settings.temperature)
+        self._plan = _row_plan(groups, settings, self._device)
+        self._chunks = build_ddp(chunks, groups)
+        self._optimizer = build_optimizer(self._chunks, optimizer_settings(settings.optimizer))
+        set_aux_loss_coef(chunks, settings.aux_loss_coef)
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken, counted from `settings.first_version`."""
+        return self.settings.first_version + self._steps
+
+    @property
+    def optimizer_name(self) -> str:
+        """The class that really does the update."""
+        return self._optimizer.implementation
+
+    def weights(self) -> PolicyWeights:
+        """The weights after the last optimizer step."""
+        return self._weights
+
+    def logprobs(self, batch: TokenBatch, pass_name: Pass) -> TokenValues:
+        """Log-prob and entropy (nats) of every trained token, the whole batch on every rank, no gradient.
+
+        ValueError for Pass.TRAIN: that pass belongs to `update`.
+        """
+        if pass_name is Pass.TRAIN:
+            raise ValueError("logprobs(pass_name=train): the train pass belongs to update; name the pass old, probe or eval")
+        values = BatchValues(batch, self._device)
+        self._run(self._plan.rows(batch), self._scoring_step(pass_name, values), forward_only=True)
+        take_routing(self._chunks, pass_name.value)
+        return values.gather()
+
+    def update(self, batch: TrainBatch) -> UpdateReport:
+        """One optimizer step on the batch.
+
+        StopRun when the loss or the gradient is not finite: the step is not taken and the weights stay as they were.
+        """
+        values, sums = BatchValues(batch.tokens, self._device), UpdateSums()
+        lr = learning_rate(self.settings.optimizer, self._steps, self.settings.total_steps)
+        self._optimizer.zero_grad()
+        self._optimizer.set_lr(lr)
+        rows = self._plan.rows(batch.tokens, batch)
+        self._run(rows, self._training_step(batch, values, sums), forward_only=False)
+        totals = sums.reduced(self._device)
+        if not math.isfinite(totals.loss):
+            raise StopRun(f"update {self._steps + 1}: loss is {totals.loss}; no optimizer step was taken")
+        result = self._optimizer.step()
+        if not result.ok:
+            raise StopRun(f"update {self._steps + 1}: gradient norm is {result.grad_norm}; no optimizer step was taken")
+        self._steps += 1
+        metrics = {**totals.metrics(), "grad_norm": result.grad_norm, "lr": lr, "micro_batches": float(len(rows))}
+        return UpdateReport(totals.loss, result.grad_norm, metrics, values.gather(), self._routing(Pass.TRAIN))
+
+    def _run(self, rows: Sequence[PolicyRow], step: ForwardStep[PolicyRow], *, forward_only: bool) -> None:
+        run_micro_batches(self._chunks, rows, step, groups=self._groups, forward_only=forward_only)
+
+    def _scoring_step(self, pass_name: Pass, values: BatchValues) -> ForwardStep[PolicyRow]:
+        def step(micro_batch: PolicyRow, chunk: nn.Module) -> tuple[Tensor, Any]:
+            output = self._forward(chunk, micro_batch, pass_name, batch_tokens=None)
+
+            def finish(logits: Tensor) -> tuple[None, None]:
+                logprobs, entropy = row_logprobs(logits, micro_batch, self._readout)
+                if self._counts:
+                    values.put(micro_batch, logprobs, entropy)
+                return None, None
+
+            return output, finish
+
+        return step
+
+    def _training_step(self, batch: TrainBatch, values: BatchValues, sums: UpdateSums) -> ForwardStep[PolicyRow]:
+        batch_tokens = count_tokens(batch.tokens.loss_mask)
+
+        def step(micro_batch: PolicyRow, chunk: nn.Module) -> tuple[Tensor, Any]:
+            output = self._forward(chunk, micro_batch, Pass.TRAIN, batch_tokens=batch_tokens)
+
+            def finish(logits: Tensor) -> tuple[Tensor, None]:
+                logprobs, entropy = row_logprobs(logits, micro_batch, self._readout)
+                token_loss = self.settings.loss(micro_batch.loss_inputs(logprobs))
+                loss = micro_batch.weigh(token_loss.values)
+                if self._counts:
+                    values.put(micro_batch, logprobs, entropy)
+                    sums.add(loss, micro_batch.mask, entropy, token_loss.stats)
+                return loss, None
+
+            return output, finish
+
+        return step
+
+    def _forward(self, chunk: nn.Module, row: PolicyRow, pass_name: Pass, *, batch_tokens: int | None) -> Tensor:
+        named = router_pass(
+            [chunk], pass_name.value, row.mask, step=self._steps, micro_batch=row.index, batch_tokens=batch_tokens
+        )
+        with named:
+            return forward_packed(chunk, row.token_ids, row.cu_seqlens, row.packed.max_len)
+
+    @property
+    def _counts(self) -> bool:
+        """One tensor-parallel rank speaks for all of them."""
+        return self._groups.at.tp == 0
+
+    def _routing(self, pass_name: Pass) -> tuple[RoutingLayer, ...]:
+        if self._spec.moe is None:
+            return ()
+        sums = sum_over_ranks(
+            take_routing(self._chunks, pass_name.value),
+            num_layers=self._spec.num_layers,
+            num_experts=self._spec.moe.num_experts,
+            device=self._device,
+        )
+        return routing_layers(sums)
+
+
+def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:
+    """The part of the configuration that the optimizer itself reads; the schedule reads the rest."""
+    return OptimizerSettings(
+        lr=config.lr,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        clip_grad=config.clip_grad,
+        cpu_offload=config.cpu_offload,
+    )
+
+
+def _row_plan(groups: ProcessGroups, settings: PolicySettings, device: torch.device) -> RowPlan:
+    layout = groups.layout
+    return RowPlan(
+        dp_rank=groups.at.dp,
+        dp_size=layout.dp,
+        token_budget=settings.tokens_per_micro_batch,
+        multiple=layout.token_multiple,
+        count_multiple=layout.micro_batch_multiple,
+        device=device,
+    )

@@ -1,0 +1,66 @@
+"""A small Qwen3-MoE with fixed rollouts, and what one update of it did, as full tensors under Hugging Face names."""
+
+from __future__ import annotations
+
+import torch
+
+from mcore_rl.algorithms.aggregate import token_weights
+from mcore_rl.config.schema import Aggregation
+from mcore_rl.types import TokenBatch, TrainBatch
+
+LENGTHS = (3, 5, 8, 13, 21, 34, 2, 9)
+VOCAB = 300
+
+
+def save_checkpoint(folder, seed=5):
+    """Qwen3MoeForCausalLM: hidden 64, 4 layers, 8 experts top-2, GQA, qk-norm, fp32; weights large enough to route clearly."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    model = Qwen3MoeForCausalLM(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=0.15 if name.endswith("mlp.gate.weight") else 0.08)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def rollouts(lengths=LENGTHS, seed=1, old_noise=1e-3, advantages=None):
+    """Fixed sequences; the first third of each is prompt. `old` is left out when old_noise is None, else filled by the test."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = tuple(torch.randint(0, VOCAB, (n,), generator=generator) for n in lengths)
+    masks = tuple(torch.arange(n) >= max(1, n // 3) for n in lengths)
+    tokens = TokenBatch(ids, masks, tuple(f"s{i}" for i in range(len(lengths))))
+    if advantages is None:
+        advantages = torch.randn(len(lengths), generator=generator)
+    weights = token_weights(masks, Aggregation.seq_mean_token_mean).weights
+    return TrainBatch(tokens, weights, advantages)
+
+
+def with_old(batch, logprobs, scale=1e-3, seed=2):
+    """`batch` with old log-probs a little away from `logprobs`, so that some sequences are clipped and some are not."""
+    generator = torch.Generator().manual_seed(seed)
+    old = tuple(
+        torch.where(mask, values + scale * torch.randn(values.shape, generator=generator), 0.0)
+        for values, mask in zip(logprobs, batch.tokens.loss_mask, strict=True)
+    )
+    return TrainBatch(batch.tokens, batch.token_weights, batch.advantages, old)
