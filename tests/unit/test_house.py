@@ -35,7 +35,7 @@ FENCES = {
     "megatron.training": (),
     "megatron.rl": (),
     "tools": (),
-    "pickle": (),
+    "pickle": ("parallel/collectives.py",),  # a pickler that refuses all but builtins
     "cloudpickle": (),
     "dill": (),
 }
@@ -153,12 +153,15 @@ def caught(handler: ast.ExceptHandler) -> set[str]:
     return {part.id for part in parts if isinstance(part, ast.Name)}
 
 
-def test_no_broad_except():
+def test_a_broad_except_raises_again():
+    """Nothing is swallowed: a handler for everything must end in a bare `raise`."""
     broad = [
         where(path, node)
         for path in files(*SOURCES)
         for node in ast.walk(tree(path))
-        if isinstance(node, ast.ExceptHandler) and caught(node) & {"Exception", "BaseException"}
+        if isinstance(node, ast.ExceptHandler)
+        and caught(node) & {"Exception", "BaseException"}
+        and not (isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None)
     ]
     assert not broad, broad
 
