@@ -133,7 +133,7 @@ def test_math_verify_cannot_hang_even_in_a_thread():
     process = judge._process
     judge.close()
     assert seen[0] is False
-    assert seen[1] < 5
+    assert seen[1] < 10
     assert seen[2] is True
     assert judge.timeouts == 1
     assert process is not None and process.returncode is not None
