@@ -137,10 +137,12 @@ class TrainerOptimizer:
 def build_optimizer(chunks: Sequence[DistributedDataParallel], settings: OptimizerSettings) -> TrainerOptimizer:
     """The optimizer of this rank's chunks; TransformerEngine's or Apex' fused one where installed, else torch's.
 
-    ValueError: unknown kind, or cpu_offload where the model is on the CPU already.
+    ValueError: unknown kind, sgd with the distributed optimizer, or cpu_offload where the model is on the CPU already.
     """
     if settings.kind not in KINDS:
         raise ValueError(f"optimizer {settings.kind!r} must be one of {', '.join(KINDS)}")
+    if settings.kind == "sgd" and chunks[0].ddp_config.use_distributed_optimizer:
+        raise ValueError("Megatron's distributed optimizer takes adam only: build_ddp(..., distributed_optimizer=False) for sgd")
     device = next(chunks[0].parameters()).device
     if settings.cpu_offload and device.type == "cpu":
         raise ValueError("optimizer.cpu_offload=True needs a model on a GPU; this one is on the CPU")

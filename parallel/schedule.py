@@ -1,10 +1,14 @@
 """The one caller of Megatron's forward-backward, and the owner of all gradient scaling.
 
-The loss of a global batch is a plain sum over its tokens. Megatron averages: it divides a micro-batch's loss by the number
-of micro-batches and each gradient by the data-parallel size. `run_micro_batches` multiplies both back in, so that after it
-returns, the gradient of every parameter is d(sum of all losses of all ranks)/d(parameter), whatever the split into
-micro-batches and ranks. Router auxiliary losses, which Megatron adds by itself, stay what they are there: the mean over
-micro-batches and data-parallel ranks.
+The loss of a global batch is a plain sum over its tokens, so after `run_micro_batches` the gradient of every parameter is
+d(sum of all losses of all ranks)/d(parameter), whatever the split into micro-batches and ranks. Megatron averages in three
+places, and each is switched off here rather than multiplied back in:
+  * the loss divided by the number of micro-batches (and times cp): not done when the loss function also returns a token
+    count and the model counts tokens (`calculate_per_token_loss`);
+  * gradients divided by the data-parallel size: not done by DistributedDataParallel for such a model;
+  * gradients divided by the token count: not done because `finalize_model_grads` is called without one.
+Losses that layers attach by themselves (a router's auxiliary loss) are added up in the same way. Megatron's own router
+losses are refused: they come multiplied by token counts, differently in each version.
 """
 
 from __future__ import annotations
@@ -20,11 +24,11 @@ from torch import Tensor
 
 from parallel.groups import ProcessGroups
 
-M = TypeVar("M", contravariant=True)
+M_contra = TypeVar("M_contra", contravariant=True)
 Finish = Callable[[Tensor], tuple[Tensor | None, Any]]
 
 
-class ForwardStep(Protocol[M]):
+class ForwardStep(Protocol[M_contra]):
     """How one micro-batch goes through one model chunk.
 
     Returns the chunk's output and `finish`, which is called on the last pipeline stage only, with that output:
@@ -32,20 +36,38 @@ class ForwardStep(Protocol[M]):
     allowed in a forward-only pass). value: whatever the caller wants back.
     """
 
-    def __call__(self, micro_batch: M, chunk: torch.nn.Module) -> tuple[Tensor, Finish]:
+    def __call__(self, micro_batch: M_contra, chunk: torch.nn.Module) -> tuple[Tensor, Finish]:
         """Run the chunk."""
         ...
+
+
+def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Megatron's gradient finalization (reductions only), without its division by the number of tokens."""
+    del num_tokens
+    finalize_model_grads(model, None, **options)
+
+
+def _refuse_averaging(config: Any) -> None:
+    if not config.calculate_per_token_loss:
+        raise ValueError(
+            "TransformerConfig.calculate_per_token_loss=False averages gradients over ranks: build with True"
+        )
+    for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        value = vars(config)[key]
+        if any(value) if isinstance(value, list) else value:
+            raise ValueError(
+                f"TransformerConfig.{key}={value}: Megatron scales it by token counts; attach the loss as a sum instead"
+            )
 
 
 def configure(config: Any, groups: ProcessGroups) -> None:
     """Set what the schedule relies on in Megatron's TransformerConfig. Called for every run: nothing can be forgotten.
 
-    ValueError when the model was built to count tokens itself (`calculate_per_token_loss`).
+    ValueError when the model was built to average (see above).
     """
-    if config.calculate_per_token_loss:
-        raise ValueError("TransformerConfig.calculate_per_token_loss=True: build the model with False, the schedule scales")
+    _refuse_averaging(config)
     config.grad_scale_func = None
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = _finalize
     config.variable_seq_lengths = groups.layout.pp > 1
     if config.pipeline_dtype is None:
         config.pipeline_dtype = config.params_dtype
@@ -55,12 +77,7 @@ def configure(config: Any, groups: ProcessGroups) -> None:
     config.batch_p2p_comm = not interleaved
 
 
-def _loss_factor(count: int, groups: ProcessGroups) -> float:
-    """Megatron applies cp / count to the loss and 1 / (dp cp) to every gradient."""
-    return count * groups.dp_cp.size() / groups.cp.size()
-
-
-def _adapt(step: ForwardStep[Any], factor: float) -> Callable[..., Any]:
+def _adapt(step: ForwardStep[Any]) -> Callable[..., Any]:
     def forward_step(micro_batches: Iterator[Any], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         output, finish = step(next(micro_batches), chunk)
 
@@ -70,7 +87,7 @@ def _adapt(step: ForwardStep[Any], factor: float) -> Callable[..., Any]:
                 return value
             if loss is None or loss.dim() != 0:
                 raise ValueError("the loss of a training micro-batch must be a scalar: the sum over its tokens")
-            return loss * factor, value
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), value
 
         return output, loss_function
 
@@ -79,8 +96,8 @@ def _adapt(step: ForwardStep[Any], factor: float) -> Callable[..., Any]:
 
 def run_micro_batches(
     chunks: Sequence[torch.nn.Module],
-    micro_batches: Sequence[M],
-    step: ForwardStep[M],
+    micro_batches: Sequence[M_contra],
+    step: ForwardStep[M_contra],
     *,
     groups: ProcessGroups,
     forward_only: bool,
@@ -105,7 +122,7 @@ def run_micro_batches(
     forward_backward = get_forward_backward_func()
     with torch.set_grad_enabled(not forward_only):
         return forward_backward(
-            forward_step_func=_adapt(step, _loss_factor(count, groups)),
+            forward_step_func=_adapt(step),
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=count,
