@@ -24,6 +24,7 @@ class Run:
     weight_sync: WeightSync
     probe: TokenBatch
     stop_token_ids: tuple[int, ...]
+    extraction: str
     sinks: FanOut
     progress: Progress | None = None
     engine: RolloutEngine | None = None

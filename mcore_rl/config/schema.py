@@ -245,11 +245,15 @@ class TrainConfig:
 
 @dataclass
 class EvalConfig:
-    """Held-out evaluation before and after, same prompts, greedy and at temperature 1."""
+    """Held-out evaluation before and after, same prompts, greedy and at temperature 1.
+
+    export_check_prompts: that many greedy answers of the exported checkpoint, read by transformers, must be the engine's.
+    """
 
     prompts: int = 500
     temperature_1: bool = True
     bootstrap_samples: int = 10_000
+    export_check_prompts: int = 8
 
 
 @dataclass

@@ -1,0 +1,138 @@
+"""What the commands do once the configuration is valid and this process is a rank: train, sft, eval."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+
+from mcore_rl.algorithms.losses import policy_loss, sft_loss
+from mcore_rl.assemble import Parts, assembled, open_sinks
+from mcore_rl.config.schema import RunConfig
+from mcore_rl.finish import Outcome, close_run, export
+from mcore_rl.held_out import look
+from mcore_rl.loop import train
+from mcore_rl.policy import MegatronPolicy, PolicySettings
+from mcore_rl.probe import probe_batch
+from mcore_rl.progress import Progress
+from mcore_rl.run import Run
+from mcore_rl.sft import warm_up
+from mcore_rl.stages import sync
+from mcore_rl.summary import COMPLETED
+from mcore_rl.sync.session import WeightSync
+
+
+def run_train(config: RunConfig) -> None:
+    """Warm-up if configured, held-out look, RL, held-out look, export, report. Collective."""
+    with opened(config) as (parts, run, outcome):
+        if config.sft.steps:
+            supervised(parts, run, outcome)
+            run.policy = rl_policy(parts)
+        announce(run, "held-out evaluation")
+        sync(run)
+        outcome.before = look(run, "before RL")
+        announce(run, "training", config.train.steps)
+        run.clock.take_step()
+        train(run)
+        outcome.after = look(run, "after RL")
+        announce(run, "export")
+        export(parts, run, outcome)
+
+
+def run_sft(config: RunConfig) -> None:
+    """The supervised warm-up alone, evaluated and exported. ValueError when sft.steps is 0."""
+    if config.sft.steps == 0:
+        raise ValueError("sft.steps=0: there is nothing to train; set it, or choose an experiment that has a warm-up")
+    with opened(config) as (parts, run, outcome):
+        supervised(parts, run, outcome)
+        outcome.after = look(run, "after the warm-up")
+        export(parts, run, outcome)
+
+
+def run_eval(config: RunConfig) -> None:
+    """The held-out evaluation of the configured model alone, with its weights proved in the engine first."""
+    with opened(config) as (_, run, outcome):
+        sync(run)
+        outcome.before = look(run, "as it is")
+
+
+@contextmanager
+def opened(config: RunConfig) -> Iterator[tuple[Parts, Run, Outcome]]:
+    """A run ready to train, whose summary and report are written on every way out."""
+    with ExitStack() as stack:
+        parts = stack.enter_context(assembled(config))
+        progress = Progress(config.train.steps, enabled=config.telemetry.progress) if parts.engine is not None else None
+        run, outcome = make_run(parts, progress), Outcome()
+
+        def leave(kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+            if parts.engine is not None:
+                close_run(run, outcome, exit_reason=reason(error), completed=kind is None)
+
+        stack.push(leave)
+        yield parts, run, outcome
+
+
+def reason(error: BaseException | None) -> str:
+    """How the run ended, in one line."""
+    if error is None:
+        return COMPLETED
+    return f"{type(error).__name__}: {' '.join(str(error).split())}" if str(error) else type(error).__name__
+
+
+def make_run(parts: Parts, progress: Progress | None) -> Run:
+    """The run with the RL policy in place; a warm-up puts its own there first."""
+    config = parts.config
+    probe = probe_batch(parts.task, config.sync.probe_sequences, config.rollout.max_model_len - 1)
+    return Run(
+        config=config,
+        folder=parts.folder,
+        task=parts.task,
+        policy=supervised_policy(parts) if config.sft.steps else rl_policy(parts),
+        weight_sync=WeightSync(parts.engine, config.sync, probe_sequences=[ids.tolist() for ids in probe.token_ids]),
+        probe=probe,
+        stop_token_ids=parts.stop_token_ids,
+        extraction=parts.task.grader.mode,
+        sinks=open_sinks(config, parts.folder, progress, is_rank0=parts.engine is not None),
+        progress=progress,
+        engine=parts.engine,
+    )
+
+
+def supervised(parts: Parts, run: Run, outcome: Outcome) -> None:
+    """The warm-up, from its announcement to its passed gate."""
+    announce(run, "supervised warm-up", parts.config.sft.steps)
+    outcome.gate = warm_up(run)
+
+
+def supervised_policy(parts: Parts) -> MegatronPolicy:
+    """The warm-up's policy: likelihood loss, its own optimizer, versions counting up to 0."""
+    sft = parts.config.sft
+    settings = PolicySettings(
+        loss=sft_loss,
+        optimizer=sft.optimizer,
+        total_steps=sft.steps,
+        tokens_per_micro_batch=parts.config.layout.tokens_per_micro_batch,
+        first_version=-sft.steps,
+        aux_loss_coef=sft.aux_loss_coef,
+    )
+    return MegatronPolicy(parts.trainer.chunks, parts.trainer.spec, parts.trainer.groups, settings)
+
+
+def rl_policy(parts: Parts) -> MegatronPolicy:
+    """The RL policy at version 0: fresh optimizer over the chunks as they are."""
+    config = parts.config
+    settings = PolicySettings(
+        loss=policy_loss(config.algorithm),
+        optimizer=config.optimizer,
+        total_steps=config.train.steps * config.train.updates_per_batch,
+        tokens_per_micro_batch=config.layout.tokens_per_micro_batch,
+        aux_loss_coef=config.router.aux_loss_coef,
+        temperature=config.rollout.temperature,
+    )
+    return MegatronPolicy(parts.trainer.chunks, parts.trainer.spec, parts.trainer.groups, settings)
+
+
+def announce(run: Run, name: str, total: int | None = None) -> None:
+    """Say on rank 0 what begins now."""
+    if run.progress is not None:
+        run.progress.phase(name, total)
