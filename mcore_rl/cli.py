@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mcore_rl.config.compose import compose_config, resolved_yaml
 from mcore_rl.config.keys import close_matches
+from mcore_rl.config.schema import RunConfig
 from mcore_rl.config.validate_fields import validate_fields
 from mcore_rl.help import COMMANDS, help_text, keys_text
 from mcore_rl.run_folder import RunFolder
@@ -35,18 +36,19 @@ class Request:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Wrong input is one line on stderr and exit code 2."""
     words = list(sys.argv[1:] if argv is None else argv)
+    command = [Path(sys.argv[0]).name, *words]
     try:
         request = parse(words)
-        if "--help" in request.flags or not request.command:
-            return _say(help_text(request.command))
-        if "--keys" in request.flags:
-            return _say(keys_text())
-        if request.command == "report":
-            return _report(request.words)
-        return _stage(request, [Path(sys.argv[0]).name, *words])
+        config = _answer(request)
+        if config is None:
+            return 0
+        if "RANK" not in os.environ:
+            return import_module("mcore_rl.launch").launch(request.command, config, command)
     except ValueError as error:
-        sys.stderr.write(f"mcore-rl: {' '.join(str(error).split())}\n")
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"mcore-rl: {' '.join(str(error).split())}\n")
         return _WRONG_INPUT
+    return import_module("mcore_rl.rank").run_under_torchrun(request.command, config, command)
 
 
 def parse(words: Sequence[str]) -> Request:
@@ -61,24 +63,27 @@ def parse(words: Sequence[str]) -> Request:
     return Request(plain[0] if plain else "", tuple(plain[1:]), flags)
 
 
-def _stage(request: Request, command: list[str]) -> int:
+def _answer(request: Request) -> RunConfig | None:
+    """The configuration of a stage that is to run; None when the command was answered right here."""
+    if "--help" in request.flags or not request.command:
+        return _say(help_text(request.command))
+    if "--keys" in request.flags:
+        return _say(keys_text())
+    if request.command == "report":
+        return _say(f"{import_module('mcore_rl.report').write_report(_one_folder(request.words))}\n")
     config = compose_config(request.words)
     if "--cfg" in request.flags:
         return _say(resolved_yaml(config))
     validate_fields(config)
-    if "RANK" in os.environ:
-        return import_module("mcore_rl.rank").run_under_torchrun(request.command, config, command)
-    return import_module("mcore_rl.launch").launch(request.command, config, command)
+    return config
 
 
-def _report(words: Sequence[str]) -> int:
-    folders = [Path(word.removeprefix("run=")) for word in words]
-    if len(folders) != 1:
+def _one_folder(words: Sequence[str]) -> RunFolder:
+    if len(words) != 1:
         raise ValueError("report: give one run folder, as in mcore-rl report runs/quickstart")
-    return _say(f"{import_module('mcore_rl.report').write_report(RunFolder(folders[0]))}\n")
+    return RunFolder(Path(words[0].removeprefix("run=")))
 
 
-def _say(text: str) -> int:
+def _say(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-    return 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from mcore_rl.types import EngineDied, StaleRollout, StopRun, WeightMismatch
+from mcore_rl.errors import EngineDied, StaleRollout, StopRun, WeightMismatch
 
 NAMED_ERRORS = (ValueError, StopRun, EngineDied, WeightMismatch, StaleRollout)
 _PR_SET_PDEATHSIG = 1

@@ -25,7 +25,7 @@ from mcore_rl.run_folder import RunFolder
 
 _POLL_S = 0.1
 _SETTLE_S = 0.5
-_TERM_GRACE_S = 10.0
+TERM_GRACE_S = 10.0
 _LEFTOVER_GRACE_S = 3.0
 _STUCK_AFTER_ERROR_S = 15.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -49,12 +49,14 @@ def free_port() -> int:
     raise ValueError("no free loopback port between 20000 and 32000 for the ranks' rendezvous")
 
 
-def run_ranks(command: Sequence[str], *, world: int, folder: RunFolder, env: Mapping[str, str]) -> Outcome:
+def run_ranks(
+    command: Sequence[str], *, world: int, folder: RunFolder, env: Mapping[str, str], term_grace_s: float = TERM_GRACE_S
+) -> Outcome:
     """Run `command` as `world` ranks until all have ended; env is added to this process' environment.
 
-    stdout and stderr of rank k go to folder.rank_log(k). Returns when no process of any rank is left.
+    term_grace_s: how long a rank may take to clean up after SIGTERM before it is killed. stdout and stderr of rank k go to folder.rank_log(k). Returns when no process of any rank is left.
     """
-    crew = _Crew(folder)
+    crew = _Crew(folder, term_grace_s)
     previous = {signum: signal.signal(signum, crew.request_stop) for signum in _STOP_SIGNALS}
     try:
         crew.start(command, world, {**os.environ, **env})
@@ -69,6 +71,7 @@ def run_ranks(command: Sequence[str], *, world: int, folder: RunFolder, env: Map
 @dataclass
 class _Crew:
     folder: RunFolder
+    term_grace_s: float
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     stop_signal: int | None = None
 
@@ -115,9 +118,8 @@ class _Crew:
     def end_all(self) -> None:
         """SIGTERM, then SIGKILL; then whatever the ranks themselves had started."""
         for process in self.processes:
-            if process.poll() is None:
-                _signal_group(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + _TERM_GRACE_S
+            _signal_group(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + self.term_grace_s
         while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
             time.sleep(_POLL_S)
         for process in self.processes:

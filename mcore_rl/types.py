@@ -15,21 +15,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from mcore_rl.errors import EngineDied, StaleRollout, StopRun, WeightMismatch
 
-class StaleRollout(RuntimeError):
-    """A completion was sampled with other weights than the trainer holds."""
-
-
-class WeightMismatch(RuntimeError):
-    """An engine does not compute with the trainer's weights; the message names the tensor and the engine."""
-
-
-class EngineDied(RuntimeError):
-    """A rollout engine stopped answering; the message says which one and where its log is."""
-
-
-class StopRun(RuntimeError):
-    """The run ends here for a named reason; nothing was lost and nothing else is wrong."""
+# Errors are part of this vocabulary too; they live apart so that the launcher needs no torch.
+__all__ = ["EngineDied", "StaleRollout", "StopRun", "WeightMismatch"]
 
 
 class Pass(str, Enum):
@@ -114,7 +103,9 @@ class TokenBatch:
             )
         for name, ids, mask in zip(self.sample_ids, self.token_ids, self.loss_mask, strict=True):
             if ids.shape != mask.shape or ids.dim() != 1:
-                raise ValueError(f"TokenBatch sample {name}: token_ids {tuple(ids.shape)} and loss_mask {tuple(mask.shape)} differ")
+                raise ValueError(
+                    f"TokenBatch sample {name}: token_ids {tuple(ids.shape)} and loss_mask {tuple(mask.shape)} differ"
+                )
             if mask.dtype != torch.bool or (mask.numel() and bool(mask[0])):
                 raise ValueError(f"TokenBatch sample {name}: loss_mask must be bool and False at position 0")
 
