@@ -54,7 +54,8 @@ def run_ranks(
 ) -> Outcome:
     """Run `command` as `world` ranks until all have ended; env is added to this process' environment.
 
-    term_grace_s: how long a rank may take to clean up after SIGTERM before it is killed. stdout and stderr of rank k go to folder.rank_log(k). Returns when no process of any rank is left.
+    term_grace_s: how long a rank may take to clean up after SIGTERM before it is killed.
+    stdout and stderr of rank k go to folder.rank_log(k). Returns when no process of any rank is left.
     """
     crew = _Crew(folder, term_grace_s)
     previous = {signum: signal.signal(signum, crew.request_stop) for signum in _STOP_SIGNALS}
