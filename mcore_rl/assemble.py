@@ -20,12 +20,12 @@ from mcore_rl.data.build import BuiltTask, build_task
 from mcore_rl.data.tokenizer import load_tokenizer, stop_token_ids
 from mcore_rl.progress import Progress
 from mcore_rl.rollout.factory import start_engine
+from mcore_rl.rollout.vllm_engine import VllmEngine
 from mcore_rl.run_folder import RunFolder, run_folder
 from mcore_rl.telemetry.fanout import FanOut
 from mcore_rl.telemetry.jsonl_sink import JsonlSink
 from mcore_rl.telemetry.wandb_sink import WandbSink
 from mcore_rl.tiny_model import build_tiny
-from mcore_rl.types import RolloutEngine
 from models.build import BuildOptions, build_model
 from models.registry import read_spec
 from models.router_policy import RouterPolicy
@@ -57,7 +57,7 @@ class Parts:
     task: BuiltTask
     stop_token_ids: tuple[int, ...]
     trainer: Trainer
-    engine: RolloutEngine | None
+    engine: VllmEngine | None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.types import Completion
 
@@ -25,7 +26,7 @@ class ExportCheck:
     matched: int
     first_difference: str | None
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """Builtins only."""
         return asdict(self)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from mcore_rl.assemble import Parts
 from mcore_rl.export_check import ExportCheck, check_export
@@ -47,7 +48,7 @@ def export(parts: Parts, run: Run, outcome: Outcome) -> None:
         )
 
 
-def _checked_export(parts: Parts, run: Run) -> dict[str, object] | None:
+def _checked_export(parts: Parts, run: Run) -> dict[str, Any] | None:
     config = parts.config
     if config.eval.export_check_prompts == 0:
         return None

@@ -45,9 +45,10 @@ def warm_up(run: Run) -> GateCheck:
             checks.append(check(run, step + 1))
             if checks[-1].passes(config):
                 return checks[-1]
+    seen = [(found.step, found.accuracy, found.format_rate) for found in checks[-4:]]
     raise StopRun(
-        f"sft: after {config.steps} steps greedy validation accuracy was never inside [{config.min_accuracy}, {config.max_accuracy}] "
-        f"with format >= {config.min_format}; last checks {[(c.step, c.accuracy, c.format_rate) for c in checks[-4:]]}"
+        f"sft: in {config.steps} steps greedy validation accuracy was never inside [{config.min_accuracy}, "
+        f"{config.max_accuracy}] with format >= {config.min_format}; last checks (step, accuracy, format): {seen}"
     )
 
 
