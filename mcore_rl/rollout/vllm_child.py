@@ -1,0 +1,141 @@
+"""The process an owned engine lives in: one vLLM `LLM` behind a pipe of JSON messages.
+
+Started by vllm_owned in a fresh interpreter (`python -m mcore_rl.rollout.vllm_child`), so nothing that happened in the
+trainer's process reaches it: no Megatron, no CPU patches, no process group. It ends with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_WATCH_S = 0.5
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL for this process when `parent` ends, by the kernel and by a watching thread (for a lost race)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_WATCH_S)
+    os._exit(1)
+
+
+class Engine:
+    """The operations the parent may ask for; arguments and results are JSON."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Build the LLM; vllm is imported here, after the process has been tied to its parent."""
+        import vllm  # noqa: PLC0415 - seconds of import, and only this process pays them
+
+        self._vllm = vllm
+        self._llm = vllm.LLM(**arguments)
+
+    def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """One output per request: ids, the sampled tokens' log-probs, finish reason, weight versions."""
+        outputs = self._run(requests)
+        return [_completion(output.outputs[0]) for output in outputs]
+
+    def score(self, requests: list[dict[str, Any]]) -> list[list[float]]:
+        """Log-prob of every prompt token after the first."""
+        outputs = self._run(requests)
+        return [
+            [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], request["token_ids"][1:], strict=True)]
+            for output, request in zip(outputs, requests, strict=True)
+        ]
+
+    def native(self, step: str, payload: dict[str, Any]) -> None:
+        """One call of vLLM's weight-transfer lifecycle."""
+        if step == "init":
+            self._llm.init_weight_transfer_engine({"init_info": payload})
+        elif step == "start":
+            self._llm.start_weight_update()
+        elif step == "update":
+            self._llm.update_weights({"update_info": payload})
+        else:
+            self._llm.finish_weight_update()
+
+    def rpc(self, method: str, args: list[Any]) -> list[Any]:
+        """A method of the worker extension, on every worker."""
+        return self._llm.collective_rpc(method, args=tuple(args))
+
+    def reset_prefix_cache(self) -> bool:
+        """Whether the cache really was emptied."""
+        return bool(self._llm.reset_prefix_cache())
+
+    def set_version(self, version: str) -> None:
+        """Label of the weights, echoed on every output."""
+        self._llm.update_weight_version(version)
+
+    def get_version(self) -> str:
+        """The label in force."""
+        return self._llm.get_weight_version()
+
+    def ping(self) -> bool:
+        """Answer at all."""
+        return True
+
+    def _run(self, requests: list[dict[str, Any]]) -> list[Any]:
+        prompts = [{"prompt_token_ids": request["token_ids"]} for request in requests]
+        sampling = [self._vllm.SamplingParams(**request["sampling"]) for request in requests]
+        return self._llm.generate(prompts, sampling, use_tqdm=False)
+
+
+def _completion(output: Any) -> dict[str, Any]:
+    token_ids = list(output.token_ids)
+    return {
+        "token_ids": token_ids,
+        "logprobs": [row[token].logprob for row, token in zip(output.logprobs, token_ids, strict=True)],
+        "finish_reason": output.finish_reason,
+        "versions": sorted({span.version for span in output.weight_versions or []}),
+    }
+
+
+def serve(pipe: Connection, engine: Engine) -> None:
+    """Answer until the parent says `close` or is gone."""
+    while True:
+        try:
+            message = json.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        if message["op"] == "close":
+            return
+        pipe.send_bytes(json.dumps(_answer(engine, message)).encode())
+
+
+def _answer(engine: Engine, message: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"result": vars(Engine)[message["op"]](engine, *message["args"])}
+    except Exception as failure:  # noqa: BLE001 - the process boundary: every failure becomes an answer, the parent raises it
+        traceback.print_exc()
+        return {"error": str(failure), "kind": type(failure).__name__}
+
+
+def main(argv: list[str]) -> int:
+    """argv: file descriptor of the pipe, pid of the parent, JSON of vLLM's arguments."""
+    descriptor, parent, arguments = int(argv[0]), int(argv[1]), json.loads(argv[2])
+    os.set_inheritable(descriptor, False)
+    die_with_parent(parent)
+    pipe = Connection(descriptor)
+    started = time.monotonic()
+    engine = Engine(arguments)
+    pipe.send_bytes(json.dumps({"result": {"pid": os.getpid(), "start_s": time.monotonic() - started}}).encode())
+    serve(pipe, engine)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,155 @@
+"""A vLLM engine behind the RolloutEngine seam, whatever link reaches it, and the endpoint of a weight sync.
+
+The engine refuses to sample until a complete sync has been proved, and every completion must echo the proved version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mcore_rl.rollout.link import EngineLink, EngineRefused
+from mcore_rl.rollout.sampling import generation_requests, score_sampling
+from mcore_rl.types import Completion, Prompt, SamplingParams, StaleRollout, WeightMismatch
+
+UNPROVED = "unproved"
+_FINISH_REASONS = ("stop", "length")
+
+
+class VllmEngine:
+    """Implements types.RolloutEngine and sync.endpoint.SyncEndpoint over an EngineLink."""
+
+    def __init__(self, link: EngineLink, *, max_model_len: int) -> None:
+        """Nothing is asked of the engine yet; it may still be starting."""
+        self.link = link
+        self._max_model_len = max_model_len
+        self._version: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Placement and address."""
+        return self.link.name
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights loaded and proved; None before the first proved sync and after a failed one."""
+        return self._version
+
+    def wait_ready(self) -> None:
+        """Block until the engine has started."""
+        self.link.wait_ready()
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """samples_per_prompt completions per prompt, in (prompt, sample) order.
+
+        StaleRollout when no proved weights are loaded or an output echoes another version.
+        """
+        requests = generation_requests(prompts, sampling, self._max_model_len)
+        if self._version is None:
+            raise StaleRollout(f"{self.name} holds no proved weights: a complete weight sync must come first")
+        outputs = self.link.generate(requests)
+        owners = [(prompt, index) for prompt in prompts for index in range(sampling.samples_per_prompt)]
+        return [self._completion(prompt, index, output) for (prompt, index), output in zip(owners, outputs, strict=True)]
+
+    def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (nats) of every token after the first, at temperature 1. Sequences of at least 2 tokens."""
+        for index, ids in enumerate(token_ids):
+            if not 2 <= len(ids) < self._max_model_len:
+                raise ValueError(f"score: sequence {index} has {len(ids)} tokens; 2 to {self._max_model_len - 1} are possible")
+        requests = [{"token_ids": list(ids), "sampling": score_sampling()} for ids in token_ids]
+        return self.link.score(requests)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """The engine shares nothing with the trainer, so it always is."""
+        yield
+
+    def health(self) -> None:
+        """EngineDied when it does not answer."""
+        self.link.health()
+
+    def close(self) -> None:
+        """Stop what the run owns."""
+        self.link.close()
+
+    def layout(self) -> dict[str, dict[str, Any]]:
+        """HF name -> {shape, regions}: what the engine's model is made of, regions of all workers in worker order."""
+        merged: dict[str, dict[str, Any]] = {}
+        for worker in self._ask("mcore_layout", []):
+            for name, entry in worker.items():
+                known = merged.setdefault(name, {"shape": entry["shape"], "regions": []})
+                known["regions"] += entry["regions"]
+        return merged
+
+    def attach(self, path: str, slot_bytes: int) -> None:
+        """Let the engine map the trainer's shared-memory segment."""
+        self._native("init", {"path": path, "slot_bytes": slot_bytes})
+
+    def begin(self) -> None:
+        """Open an update. From here until `commit` the engine has no version."""
+        self._version = None
+        self.link.set_version(UNPROVED)
+        self._native("start", {})
+
+    def load(self, slot: int, tensors: list[list[Any]]) -> None:
+        """One bucket: (name, dtype, shape, offset, wire digest) per tensor in `slot`. WeightMismatch naming a bad one."""
+        self._native("update", {"slot": slot, "tensors": tensors})
+
+    def finish(self) -> list[str]:
+        """Close the update; returns the names received. WeightMismatch naming what is missing."""
+        self._native("finish", {})
+        received = [status["names"] for status in self._ask("mcore_status", [])]
+        if any(names != received[0] for names in received):
+            raise WeightMismatch(f"{self.name}: the engine's workers received different tensors")
+        return received[0]
+
+    def abort(self) -> None:
+        """End an update that failed; the engine stays without a version."""
+        self._version = None
+        self.link.set_version(UNPROVED)
+        self._ask("mcore_abort", [])
+
+    def readback(self, names: Sequence[str]) -> dict[str, list[str]]:
+        """HF name -> digest per region (all workers, in layout order) of what the kernels compute with."""
+        merged: dict[str, list[str]] = {name: [] for name in names}
+        for worker in self._ask("mcore_readback", [list(names)]):
+            for name, digests in worker.items():
+                merged[name] += digests
+        return merged
+
+    def reset_prefix_cache(self) -> None:
+        """Drop keys and values of the old weights. WeightMismatch when the engine could not."""
+        if not self.link.reset_prefix_cache():
+            raise WeightMismatch(f"{self.name}: the prefix cache was not emptied (requests are running); its entries are stale")
+
+    def commit(self, version: int) -> None:
+        """Set the proved version in the engine and read it back."""
+        self.link.set_version(str(version))
+        found = self.link.get_version()
+        if found != str(version):
+            raise WeightMismatch(f"{self.name}: version was set to {version}, the engine says {found!r}")
+        self._version = version
+
+    def _completion(self, prompt: Prompt, index: int, output: dict[str, Any]) -> Completion:
+        where = f"{self.name}: completion {prompt.prompt_id}/{index}"
+        if output["versions"] != [str(self._version)]:
+            raise StaleRollout(f"{where} was sampled with weights {output['versions']}, version {self._version} was proved")
+        token_ids, logprobs = tuple(output["token_ids"]), tuple(output["logprobs"])
+        if not token_ids or len(token_ids) != len(logprobs):
+            raise EngineRefused(f"{where}: {len(token_ids)} tokens with {len(logprobs)} log-probs")
+        if output["finish_reason"] not in _FINISH_REASONS:
+            raise EngineRefused(f"{where} ended with {output['finish_reason']!r}; only {_FINISH_REASONS} are complete answers")
+        return Completion(
+            prompt.prompt_id, index, prompt.token_ids, token_ids, logprobs, output["finish_reason"], int(output["versions"][0])
+        )
+
+    def _native(self, step: str, payload: dict[str, Any]) -> None:
+        try:
+            self.link.native(step, payload)
+        except EngineRefused as failure:
+            reasons = [status["error"] for status in self._ask("mcore_status", []) if status["error"]]
+            raise WeightMismatch(f"{self.name}: {reasons[0] if reasons else failure}") from failure
+
+    def _ask(self, method: str, args: list[Any]) -> list[Any]:
+        return self.link.rpc(method, args)

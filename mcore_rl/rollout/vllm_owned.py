@@ -1,0 +1,169 @@
+"""Link to an engine this run owns: starts the child process, talks to it, notices its death, leaves nothing behind."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.rollout.link import EngineRefused
+from mcore_rl.types import EngineDied
+
+_POLL_S = 0.2
+_CLOSE_S = 10.0
+_PING_S = 30.0
+
+
+class OwnedLink:
+    """One vLLM child. The constructor returns at once; `wait_ready` waits for the engine."""
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        *,
+        log_path: Path,
+        start_timeout_s: float,
+        request_timeout_s: float,
+    ) -> None:
+        """Start the child: fresh interpreter, session of its own (so Ctrl-C does not reach it), output to `log_path`."""
+        self.name = f"vllm owned (log {log_path})"
+        self.log_path = log_path
+        self.start_s: float | None = None
+        self._start_timeout_s = start_timeout_s
+        self._request_timeout_s = request_timeout_s
+        ours, theirs = socket.socketpair()
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "mcore_rl.rollout.vllm_child"]
+        with theirs, log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(os.getpid()), json.dumps(dict(arguments))],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        self._started = time.monotonic()
+        self._pipe = Connection(ours.detach())
+        atexit.register(self.close)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Block until the engine answers. EngineDied when it dies or is not up within the start-up limit."""
+        if self.start_s is None:
+            left = self._start_timeout_s - (time.monotonic() - self._started)
+            self._result("start", self._receive("start", max(left, 0.0)))
+            self.start_s = time.monotonic() - self._started
+
+    def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Outputs in the order of the requests."""
+        return self._call("generate", requests)
+
+    def score(self, requests: list[dict[str, Any]]) -> list[list[float]]:
+        """Prompt log-probs in the order of the requests."""
+        return self._call("score", requests)
+
+    def native(self, step: str, payload: dict[str, Any]) -> None:
+        """One call of the weight-transfer lifecycle: init, start, update, finish."""
+        self._call("native", step, payload)
+
+    def rpc(self, method: str, args: list[Any]) -> list[Any]:
+        """A worker-extension call, one result per worker."""
+        return self._call("rpc", method, args)
+
+    def reset_prefix_cache(self) -> bool:
+        """Whether the cache was emptied."""
+        return self._call("reset_prefix_cache")
+
+    def set_version(self, version: str) -> None:
+        """Label the weights."""
+        self._call("set_version", version)
+
+    def get_version(self) -> str:
+        """The engine's own label."""
+        return self._call("get_version")
+
+    def health(self) -> None:
+        """EngineDied when the child is gone or does not answer."""
+        self.wait_ready()
+        self._send("ping", ())
+        self._result("ping", self._receive("ping", _PING_S))
+
+    def close(self) -> None:
+        """End the child and everything it started; safe to call twice."""
+        atexit.unregister(self.close)
+        if self._process.poll() is None:
+            if not self._pipe.closed and self.start_s is not None:
+                self._say_close()
+            self._kill()
+        self._pipe.close()
+
+    def _say_close(self) -> None:
+        try:
+            self._pipe.send_bytes(json.dumps({"op": "close", "args": []}).encode())
+            self._process.wait(_CLOSE_S)
+        except (OSError, subprocess.TimeoutExpired):
+            return
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _call(self, op: str, *args: Any) -> Any:
+        self.wait_ready()
+        self._send(op, args)
+        return self._result(op, self._receive(op, self._request_timeout_s))
+
+    def _send(self, op: str, args: tuple[Any, ...]) -> None:
+        try:
+            self._pipe.send_bytes(json.dumps({"op": op, "args": args}).encode())
+        except OSError as failure:
+            raise self._died(op) from failure
+
+    def _receive(self, op: str, limit_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + limit_s
+        try:
+            while not self._pipe.poll(_POLL_S):
+                if self._process.poll() is not None and not self._pipe.poll(0):
+                    raise self._died(op)
+                if time.monotonic() > deadline:
+                    raise self._stuck(op, limit_s)
+            return json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError) as failure:
+            raise self._died(op) from failure
+
+    def _result(self, op: str, answer: dict[str, Any]) -> Any:
+        if "error" in answer:
+            raise EngineRefused(f"{self.name}: {op}: {answer['kind']}: {answer['error']}")
+        return answer["result"]
+
+    def _died(self, op: str) -> EngineDied:
+        self._kill()
+        code = self._process.returncode
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return EngineDied(f"rollout engine {self.name} died during '{op}': {how}; last line: {self._last_line()}")
+
+    def _stuck(self, op: str, limit_s: float) -> EngineDied:
+        self._kill()
+        return EngineDied(f"rollout engine {self.name} did not answer '{op}' within {limit_s:.0f} s and was stopped")
+
+    def _last_line(self) -> str:
+        lines = self.log_path.read_text(encoding="utf-8", errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "(log is empty)")[-300:]

@@ -1,0 +1,176 @@
+"""vLLM weight-transfer engine `mcore_shm`: tensors arrive through a shared-memory segment, bucket by bucket.
+
+Registered with vLLM's own factory when this module is imported (the worker extension does that in every worker), so
+the lifecycle is vLLM's: init once; start, update per bucket, finish. Runs inside vLLM's process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+
+from mcore_rl.rollout.vllm_cpu_patches import (
+    check_version,
+    drop_partial_reload,
+    map_expert_ids,
+    refresh_tied_heads,
+    reset_moe_prepack,
+    rewind_discarded_draws,
+)
+from mcore_rl.rollout.vllm_layout import Layout, describe
+from mcore_rl.sync.digest import dtype_from_name, wire_digest
+from mcore_rl.sync.shm import Segment
+from mcore_rl.types import WeightMismatch
+
+BACKEND = "mcore_shm"
+
+
+@dataclass
+class ShmInitInfo(WeightTransferInitInfo):
+    """Where the segment is."""
+
+    path: str
+    slot_bytes: int
+
+
+@dataclass
+class ShmUpdateInfo(WeightTransferUpdateInfo):
+    """One bucket: its slot, and per tensor (name, dtype, shape, offset, wire digest)."""
+
+    slot: int
+    tensors: list[list[Any]]
+
+
+@dataclass
+class Received:
+    """What has arrived since the start of the update."""
+
+    names: list[str] = field(default_factory=list)
+    parameters: set[str] = field(default_factory=set)
+
+
+class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+    """Checks every tensor it takes and every tensor it should have got."""
+
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+    supports_draft_weight_update = False
+
+    received = Received()
+    last_error = ""
+    _segment: Segment | None = None
+    _layout: Layout | None = None
+    _parameters: set[str] | frozenset[str] = frozenset()
+
+    @property
+    def layout(self) -> Layout:
+        """The HF tensors this model is made of (computed once, on the loaded model)."""
+        if self._layout is None:
+            self._layout = describe(self.model)
+            # Taken here, on the loaded model: during an update a tied parameter is two.
+            self._parameters = {name for name, _ in self.model.named_parameters()}
+        return self._layout
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        """Map the trainer's segment. ValueError when it is not on this host."""
+        self._segment = Segment.attach(Path(init_info.path), init_info.slot_bytes)
+
+    def start_weight_update(self) -> None:
+        """Open an update: whatever an earlier one left behind is dropped first."""
+        _ = self.layout
+        self.received, self.last_error = Received(), ""
+        drop_partial_reload(self.model)
+        reset_moe_prepack(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        """One bucket. The base class would synchronize an accelerator; there is none on CPU."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+        """Check and load one bucket, then own whatever the loader still holds: the sender reuses the slot."""
+        tensors = list(self._checked(update_info))
+        loaded = self.model.load_weights(iter(tensors))
+        self.received.parameters |= set(loaded or ())
+        self.received.names += [name for name, _ in tensors]
+        self._own_buffered()
+
+    @torch.no_grad()
+    def finish_weight_update(self) -> None:
+        """Close the update. WeightMismatch naming what never arrived, before any of it is used."""
+        self._check_coverage()
+        finalize_layerwise_reload(self.model, self.model_config)
+        refresh_tied_heads(self.model)
+
+    @torch.no_grad()
+    def abort(self) -> None:
+        """Put the old kernel tensors back where nothing complete arrived. The model is a mixture until the next update."""
+        drop_partial_reload(self.model)
+        finalize_layerwise_reload(self.model, self.model_config)
+        self.received = Received()
+
+    def shutdown(self) -> None:
+        """Let go of the segment."""
+        self._segment = None
+
+    def _checked(self, update_info: ShmUpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        if self._segment is None:
+            raise self._refusal("an update arrived before init_weight_transfer_engine")
+        seen = set(self.received.names)
+        for row in update_info.tensors:
+            name, dtype, shape, offset, digest = str(row[0]), str(row[1]), tuple(row[2]), int(str(row[3])), str(row[4])
+            if name not in self.layout:
+                raise self._refusal(f"unknown tensor {name!r}: the engine's model has no such weight")
+            if shape != self.layout[name].shape:
+                raise self._refusal(
+                    f"tensor {name!r} arrived as {list(shape)}, the engine's model needs {list(self.layout[name].shape)}"
+                )
+            if name in seen:
+                raise self._refusal(f"tensor {name!r} arrived twice in one update")
+            seen.add(name)
+            value = self._segment.view(update_info.slot, offset, dtype_from_name(dtype), shape)
+            if wire_digest(value) != digest:
+                raise self._refusal(f"tensor {name!r} was damaged on the way: its bytes do not match the sender's digest")
+            yield name, value
+
+    def _check_coverage(self) -> None:
+        missing = [name for name in self.layout if name not in set(self.received.names)]
+        if missing:
+            raise self._refusal(f"{len(missing)} of {len(self.layout)} tensors never arrived: {', '.join(missing[:5])}")
+        untouched = self._parameters - self.received.parameters
+        if untouched:
+            raise self._refusal(f"the loader skipped {len(untouched)} parameters: {', '.join(sorted(untouched)[:5])}")
+
+    def _own_buffered(self) -> None:
+        for module in self.model.modules():
+            for _, bound in get_layerwise_info(module).loaded_weights:
+                for key, value in bound.arguments.items():
+                    if isinstance(value, Tensor) and self._segment is not None and self._segment.owns(value):
+                        bound.arguments[key] = value.clone()
+
+    def _refusal(self, reason: str) -> WeightMismatch:
+        self.last_error = reason
+        return WeightMismatch(reason)
+
+
+def register() -> None:
+    """Make `mcore_shm` known to vLLM; a second call changes nothing."""
+    check_version()
+    map_expert_ids()
+    rewind_discarded_draws()
+    with suppress(ValueError):
+        WeightTransferEngineFactory.register_engine(BACKEND, ShmTransferEngine)

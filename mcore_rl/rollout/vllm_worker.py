@@ -1,0 +1,70 @@
+"""Worker extension: what the trainer may ask of each vLLM worker, beyond vLLM's own API.
+
+Given to vLLM as `worker_extension_cls`; vLLM imports it in every worker process before the model is loaded, which is
+also what registers the `mcore_shm` transport. Arguments and results are plain builtins, so the same calls work through
+a pipe and through HTTP. Never imports Megatron.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+import vllm
+
+from mcore_rl.rollout.vllm_readback import read_digests
+from mcore_rl.rollout.vllm_transfer import ShmTransferEngine, register
+
+register()
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class; every public name starts with mcore_."""
+
+    def mcore_info(self) -> dict[str, Any]:
+        """Which process this is and what it runs on."""
+        return {
+            "pid": os.getpid(),
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "megatron": any(name.split(".")[0] == "megatron" for name in sys.modules),
+        }
+
+    def mcore_layout(self) -> dict[str, Any]:
+        """HF name -> full shape and the regions this worker holds, as the engine's model defines them."""
+        return {
+            name: {"shape": list(entry.shape), "regions": [piece.region.as_json() for piece in entry.pieces]}
+            for name, entry in self._mcore_engine().layout.items()
+        }
+
+    def mcore_readback(self, names: list[str]) -> dict[str, list[str]]:
+        """HF name -> digest per region of what the kernels compute with."""
+        engine = self._mcore_engine()
+        return read_digests(engine.model, engine.layout, names)
+
+    def mcore_status(self) -> dict[str, Any]:
+        """What the current or last update received, and why it was refused if it was."""
+        engine = self._mcore_engine()
+        return {
+            "names": engine.received.names,
+            "parameters": len(engine.received.parameters),
+            "error": engine.last_error,
+            "active": self._weight_update_active,
+        }
+
+    def mcore_abort(self) -> dict[str, Any]:
+        """End an update that will not finish; the next one starts clean."""
+        engine = self._mcore_engine()
+        engine.abort()
+        engine.reset_weight_update_target()
+        self._weight_update_active = False
+        return {"aborted": True}
+
+    def _mcore_engine(self) -> ShmTransferEngine:
+        engine = self.weight_transfer_engine  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(engine, ShmTransferEngine):
+            raise RuntimeError(f"the engine's weight transport is {type(engine).__name__}; start it with backend mcore_shm")
+        return engine

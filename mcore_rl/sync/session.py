@@ -1,0 +1,186 @@
+"""A weight sync that cannot lie: sent, covered, read back, probed, and only then given its version.
+
+`WeightSync.sync` is collective over the trainer's ranks. It either returns a report of a proved sync on all of them, or
+raises on all of them; after a failure the engine has no version and refuses to sample until a complete sync.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.schema import SyncConfig
+from mcore_rl.rollout.link import EngineRefused
+from mcore_rl.sync.buckets import Bucket, plan_buckets, slot_bytes
+from mcore_rl.sync.endpoint import SyncEndpoint
+from mcore_rl.sync.proof import (
+    ProbeResult,
+    check_coverage,
+    check_layout,
+    check_probe,
+    check_readback,
+    compare_probe,
+    readback_names,
+)
+from mcore_rl.sync.ranks import all_or_none, from_rank0, gather, is_rank0
+from mcore_rl.sync.shm import Segment
+from mcore_rl.sync.stream import Loader, send_buckets
+from mcore_rl.types import EngineDied, SyncReport, TensorMeta, WeightSource
+
+ProbeFn = Callable[[], Sequence[Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class _Channel:
+    """What the first sync sets up and later ones reuse."""
+
+    metadata: tuple[TensorMeta, ...]
+    plan: tuple[Bucket, ...]
+    segment: Segment
+    layout: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass
+class _Watch:
+    """Seconds per stage."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - started
+
+
+class WeightSync:
+    """Keeps one engine and the trainer one policy."""
+
+    def __init__(self, engine: SyncEndpoint | None, config: SyncConfig, *, probe_sequences: Sequence[Sequence[int]]) -> None:
+        """engine: on rank 0, None elsewhere. probe_sequences: token ids both engines score after every sync."""
+        check_config(config, probe_sequences)
+        self._engine = engine
+        self._config = config
+        self._probe_sequences = [list(ids) for ids in probe_sequences]
+        self._channel: _Channel | None = None
+        self._created: Segment | None = None
+        self._proved = 0
+        self._full_readback = True
+
+    def request_full_readback(self) -> None:
+        """Read every tensor back at the next sync."""
+        self._full_readback = True
+
+    def sync(self, source: WeightSource, probe: ProbeFn) -> SyncReport:
+        """Bring the engine to `source`'s weights and prove it. probe: the trainer's log-probs of the probe sequences.
+
+        Collective. Raises WeightMismatch, EngineDied or ValueError on every rank.
+        """
+        loader = Loader(self._engine)
+        try:
+            report = self._sync(source, probe, loader)
+        except Exception:
+            self._give_up(loader)
+            raise
+        self._proved += 1
+        self._full_readback = False
+        return report
+
+    def _sync(self, source: WeightSource, probe: ProbeFn, loader: Loader) -> SyncReport:
+        watch = _Watch()
+        with watch.stage("prepare"):
+            channel = self._open(source.metadata())
+            names = readback_names(channel.metadata, 0 if self._full_readback else self._proved, self._config.readback_every)
+            self._on_engine(lambda engine: engine.begin())
+        with watch.stage("send"):
+            sampled = {name: channel.layout[name] for name in names}
+            contents = send_buckets(source, channel.plan, channel.segment, loader, sampled=sampled)
+        with watch.stage("finish"):
+            self._on_engine(lambda engine: check_coverage(engine.name, engine.finish(), channel.metadata))
+        with watch.stage("readback"):
+            expected = {name: digests for part in gather(contents) for name, digests in part.items()}
+            self._on_engine(lambda engine: check_readback(engine.name, expected, engine.readback(names)))
+        with watch.stage("probe"):
+            self._on_engine(lambda engine: engine.reset_prefix_cache())
+            result = self._probe(probe)
+        version = source.version
+        self._on_engine(lambda engine: engine.commit(version))
+        sent = sum(meta.nbytes for meta in channel.metadata)
+        counts = (len(channel.metadata), sent, len(channel.plan), len(names))
+        return SyncReport(version, *counts, result.max_nats, result.mean_nats, watch.seconds)
+
+    def _open(self, metadata: tuple[TensorMeta, ...]) -> _Channel:
+        if self._channel is None:
+            self._channel = self._set_up(metadata)
+        if metadata != self._channel.metadata:
+            raise ValueError(
+                "weight sync: the policy's tensors are not those of the first sync, which the engine was checked against"
+            )
+        return self._channel
+
+    def _set_up(self, metadata: tuple[TensorMeta, ...]) -> _Channel:
+        plan = plan_buckets(metadata, self._config.bucket_bytes)
+        size = slot_bytes(plan)
+        layout = from_rank0(lambda: self._checked_layout(metadata))
+        path = Path(from_rank0(lambda: str(self._create(size))))
+        try:
+            with all_or_none():
+                segment = self._created if self._created is not None else Segment.attach(path, size)
+            self._on_engine(lambda engine: engine.attach(str(path), size))
+        finally:
+            self._created = None
+            if is_rank0():
+                path.unlink(missing_ok=True)
+        return _Channel(metadata, plan, segment, layout)
+
+    def _create(self, size: int) -> Path:
+        self._created = Segment.create(size)
+        return self._created.path
+
+    def _checked_layout(self, metadata: tuple[TensorMeta, ...]) -> dict[str, dict[str, Any]]:
+        engine = self._rank0_engine()
+        engine.wait_ready()
+        layout = engine.layout()
+        check_layout(engine.name, layout, metadata)
+        return layout
+
+    def _probe(self, probe: ProbeFn) -> ProbeResult:
+        with all_or_none():
+            trainer = probe()
+
+        def compare() -> tuple[float, float]:
+            engine = self._rank0_engine()
+            result = compare_probe(trainer, engine.score(self._probe_sequences))
+            check_probe(engine.name, result, self._config.probe_max_nats)
+            return result.max_nats, result.mean_nats
+
+        return ProbeResult(*from_rank0(compare))
+
+    def _on_engine(self, action: Callable[[SyncEndpoint], None]) -> None:
+        from_rank0(lambda: action(self._rank0_engine()))
+
+    def _rank0_engine(self) -> SyncEndpoint:
+        if self._engine is None:
+            raise ValueError("weight sync: rank 0 was given no engine")
+        return self._engine
+
+    def _give_up(self, loader: Loader) -> None:
+        self._full_readback = True
+        if self._engine is not None:
+            with suppress(EngineDied, EngineRefused):
+                loader.settle()
+                self._engine.abort()
+
+
+def check_config(config: SyncConfig, probe_sequences: Sequence[Sequence[int]]) -> None:
+    """Refuse what could not prove anything (ValueError naming the key)."""
+    if config.readback_every < 1:
+        raise ValueError(f"sync.readback_every={config.readback_every} must be >= 1 (1 reads every tensor back at every sync)")
+    if not config.probe_max_nats > 0:
+        raise ValueError(f"sync.probe_max_nats={config.probe_max_nats} must be > 0")
+    if not probe_sequences or any(len(ids) < 2 for ids in probe_sequences):
+        raise ValueError("weight sync: the probe needs at least one sequence, each of at least 2 tokens")

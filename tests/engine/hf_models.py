@@ -1,0 +1,112 @@
+"""Tiny Hugging Face models, and a trainer stand-in that hands out their weights and scores with transformers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from mcore_rl.types import TensorMeta
+
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+
+
+def moe_config() -> Qwen3MoeConfig:
+    """Untied head; the experts' width is no multiple of the kernel's 32, so they are padded inside the engine."""
+    return Qwen3MoeConfig(
+        vocab_size=320,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        **COMMON,
+    )
+
+
+def dense_config() -> Qwen3Config:
+    """Tied head and a vocabulary that the engine pads."""
+    return Qwen3Config(vocab_size=331, intermediate_size=96, tie_word_embeddings=True, **COMMON)
+
+
+def build(config: Qwen3Config | Qwen3MoeConfig, seed: int, std: float = 0.1) -> PreTrainedModel:
+    """A model whose every matrix, router included, is random; norms are moved off 1."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * std if parameter.dim() > 1 else 1 + 0.1 * noise)
+    return model
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    """config.json and safetensors."""
+    model.save_pretrained(folder)
+    return folder
+
+
+def hf_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The checkpoint's own names (one tensor per expert), a tied head left out."""
+    tensors = revert_weight_conversion(model, dict(model.state_dict()))
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight")
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def hf_logprobs(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Log-prob of every token after the first, by transformers."""
+    rows: list[list[float]] = []
+    with torch.no_grad():
+        for ids in sequences:
+            tokens = torch.tensor([list(ids)])
+            logprobs = model(tokens, use_cache=False).logits.float().log_softmax(-1)[:, :-1]
+            rows.append(logprobs.gather(-1, tokens[:, 1:, None])[0, :, 0].tolist())
+    return rows
+
+
+class HfSource:
+    """types.WeightSource over a dict of tensors, all held by one rank."""
+
+    def __init__(self, tensors: dict[str, Tensor], version: int) -> None:
+        self.tensors = tensors
+        self._version = version
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def metadata(self) -> tuple[TensorMeta, ...]:
+        return tuple(TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items())
+
+    def held_names(self) -> frozenset[str]:
+        return frozenset(self.tensors)
+
+    def bucket(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            yield name, self.tensors[name]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.tensors.items()
+
+
+def sequences(vocab: int, count: int = 4, length: int = 40) -> list[list[int]]:
+    """Fixed token ids of uneven lengths."""
+    rows = []
+    for row in range(count):
+        digest = hashlib.blake2b(str(row).encode()).digest()
+        rows.append([(digest[i % 64] * 7 + i * 31 + row) % vocab for i in range(length + row)])
+    return rows
