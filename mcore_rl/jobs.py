@@ -9,6 +9,7 @@ from types import TracebackType
 from mcore_rl.algorithms.losses import policy_loss, sft_loss
 from mcore_rl.assemble import Parts, assembled, open_sinks
 from mcore_rl.config.schema import RunConfig
+from mcore_rl.facts import record_manifest
 from mcore_rl.finish import Outcome, close_run, export
 from mcore_rl.held_out import look
 from mcore_rl.loop import train
@@ -62,13 +63,16 @@ def opened(config: RunConfig) -> Iterator[tuple[Parts, Run, Outcome]]:
     with ExitStack() as stack:
         parts = stack.enter_context(assembled(config))
         progress = Progress(config.train.steps, enabled=config.telemetry.progress) if parts.engine is not None else None
-        run, outcome = make_run(parts, progress), Outcome()
+        policy = supervised_policy(parts) if config.sft.steps else rl_policy(parts)
+        run, outcome = make_run(parts, policy, progress), Outcome()
 
         def leave(kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
             if parts.engine is not None:
                 close_run(run, outcome, exit_reason=reason(error), completed=kind is None)
 
         stack.push(leave)
+        if parts.engine is not None:
+            record_manifest(parts, run, policy.optimizer_name)
         yield parts, run, outcome
 
 
@@ -79,15 +83,15 @@ def reason(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}" if str(error) else type(error).__name__
 
 
-def make_run(parts: Parts, progress: Progress | None) -> Run:
-    """The run with the RL policy in place; a warm-up puts its own there first."""
+def make_run(parts: Parts, policy: MegatronPolicy, progress: Progress | None) -> Run:
+    """The run around its first policy (a warm-up's, or the RL policy at once)."""
     config = parts.config
     probe = probe_batch(parts.task, config.sync.probe_sequences, config.rollout.max_model_len - 1)
     return Run(
         config=config,
         folder=parts.folder,
         task=parts.task,
-        policy=supervised_policy(parts) if config.sft.steps else rl_policy(parts),
+        policy=policy,
         weight_sync=WeightSync(parts.engine, config.sync, probe_sequences=[ids.tolist() for ids in probe.token_ids]),
         probe=probe,
         stop_token_ids=parts.stop_token_ids,

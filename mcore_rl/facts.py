@@ -1,0 +1,55 @@
+"""What only an assembled run knows about itself: the implementations really used, and digests of what it started from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+from torch import nn
+
+from mcore_rl.assemble import Parts
+from mcore_rl.manifest import RunFacts, build_manifest, file_sha256, text_sha256, write_manifest
+from mcore_rl.rewards.grading import REWARD_VERSION
+from mcore_rl.run import Run
+
+_READ_BYTES = 1 << 24
+_ROLES = {"norm": "norm", "attention": "core_attention", "experts": "experts", "router": "router"}
+
+
+def record_manifest(parts: Parts, run: Run, optimizer: str) -> None:
+    """Write manifest.json on rank 0, before the first step, so that a run that fails has its conditions on record too."""
+    launch = json.loads(run.folder.launch.read_text(encoding="utf-8")) if run.folder.launch.exists() else {}
+    facts = RunFacts(
+        tokenizer_sha256=file_sha256(parts.model_path / "tokenizer.json"),
+        chat_template_sha256=text_sha256(parts.task.renderer.text("What is 1+1?")),
+        model_digest=weights_digest(parts.model_path),
+        implementations={"optimizer": optimizer, **implementations(parts.trainer.chunks)},
+        reward_version=f"{REWARD_VERSION}/{run.extraction}",
+        extra={"engine": run.sampler().name},
+    )
+    write_manifest(run.folder, build_manifest(parts.config, facts, launch=launch))
+
+
+def implementations(chunks: Sequence[nn.Module]) -> dict[str, str]:
+    """Role -> class that really does it on this rank (its package says TransformerEngine, Apex, torch or ours)."""
+    found: dict[str, str] = {}
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            leaf = name.rsplit(".", 1)[-1]
+            for role, mark in _ROLES.items():
+                if role not in found and leaf.endswith(mark):
+                    found[role] = f"{type(module).__module__}.{type(module).__qualname__}"
+    return found
+
+
+def weights_digest(folder: Path) -> str:
+    """64-bit digest (xxh3) of every safetensors file's name and content, in name order."""
+    digest = xxhash.xxh3_64()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                digest.update(block)
+    return f"xxh3_64:{digest.hexdigest()}"
