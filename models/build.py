@@ -101,9 +101,10 @@ def _recompute_fields(options: BuildOptions) -> dict[str, Any]:
 
 def _expert_fields(spec: ModelSpec, options: BuildOptions, *, te: bool) -> dict[str, Any]:
     """Softmax over the chosen logits when the probabilities are renormalised, softmax over all of them when not."""
+    alltoall = {"moe_token_dispatcher_type": "alltoall"}
     if spec.moe is None:
-        return {}
-    return {
+        return alltoall
+    return alltoall | {
         "num_moe_experts": spec.moe.num_experts,
         "moe_router_topk": spec.moe.top_k,
         "moe_ffn_hidden_size": spec.moe.ffn_size,
@@ -112,7 +113,6 @@ def _expert_fields(spec: ModelSpec, options: BuildOptions, *, te: bool) -> dict[
         "moe_router_dtype": "fp32" if options.dtype is torch.bfloat16 else None,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": te,
     }
 

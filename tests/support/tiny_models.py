@@ -1,0 +1,98 @@
+"""Tiny random Hugging Face checkpoints of every family, made by transformers itself, and its logits on them.
+
+Sizes are asymmetric (nothing that is swapped or transposed fits) and weights large enough to matter. No Megatron.
+"""
+
+import json
+
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+VOCAB = 203
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MOE = {"moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 16}
+
+
+def config_of(family: str, **changes: object) -> PreTrainedConfig:
+    """qwen3_moe, qwen3, llama_tied (Llama 3 frequencies) or qwen2 (with biases)."""
+    if family == "qwen3_moe":
+        return Qwen3MoeConfig(**SIZES | MOE | {"norm_topk_prob": True} | changes)
+    if family == "qwen3":
+        return Qwen3Config(**SIZES | {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}} | changes)
+    if family == "llama_tied":
+        return LlamaConfig(**SIZES | {"tie_word_embeddings": True, "rope_parameters": LLAMA3, "head_dim": 16} | changes)
+    return Qwen2Config(**SIZES | {"rms_norm_eps": 1e-5} | changes)
+
+
+def tiny_model(family: str, *, seed: int = 0, std: float = 0.15, **changes: object) -> PreTrainedModel:
+    """Random weights everywhere, norms, biases and the router (which transformers leaves at zero) included."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config_of(family, **changes), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=std)
+            if name.endswith("norm.weight") or "layernorm" in name:
+                parameter.add_(1.0)
+    return model.eval()
+
+
+def write_tiny(folder, family: str, *, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:
+    """Save a tiny checkpoint, with two companion files a writer must copy; returns the model that transformers loads."""
+    tiny_model(family, **changes).to(dtype).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps({"note": "not a real tokenizer"}), encoding="utf-8")
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}', encoding="utf-8")
+    return reference(folder, dtype)
+
+
+def reference(folder, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """transformers' model from the folder. (`.to(bfloat16)` on a model would also round its rotary frequencies.)"""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def stored_tensors(folder) -> dict[str, torch.Tensor]:
+    """Every tensor of every safetensors file in the folder."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def sequences(lengths: list[int], *, seed: int = 1) -> list[torch.Tensor]:
+    """Random token ids, one tensor per length."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+@torch.no_grad()
+def transformers_logits(model: PreTrainedModel, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits [T, V] of each sequence on its own, unpadded."""
+    return [model(row[None]).logits[0] for row in rows]
+
+
+@torch.no_grad()
+def router_logits(model: PreTrainedModel, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Per layer the router logits [sum of T, E] of all sequences, in order."""
+    outputs = [model(row[None], output_router_logits=True).router_logits for row in rows]
+    return [torch.cat(layer) for layer in zip(*outputs, strict=True)]
