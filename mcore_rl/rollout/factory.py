@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 
-from mcore_rl.config.schema import Device, EngineKind, Placement, RunConfig
+from mcore_rl.config.schema import Device, EngineKind, Placement, RolloutConfig, RunConfig
 from mcore_rl.rollout.engine_args import engine_arguments, engine_environment
+from mcore_rl.rollout.link import EngineLink
 from mcore_rl.rollout.vllm_engine import VllmEngine
 from mcore_rl.rollout.vllm_owned import OwnedLink
+from mcore_rl.rollout.vllm_url import UrlLink
 
 
 def start_engine(config: RunConfig, model_path: Path, log_folder: Path) -> VllmEngine:
@@ -17,15 +19,32 @@ def start_engine(config: RunConfig, model_path: Path, log_folder: Path) -> VllmE
     rollout = config.rollout
     if rollout.engine is not EngineKind.vllm:
         raise ValueError(f"rollout.engine={rollout.engine.value}: only vllm is available")
-    if rollout.placement is not Placement.owned:
-        raise ValueError(f"rollout.placement={rollout.placement.value}: only owned is available")
+    owned = rollout.placement is Placement.owned
+    link = _owned(rollout, _device(config), model_path, log_folder) if owned else _by_url(rollout)
+    return VllmEngine(link, max_model_len=rollout.max_model_len)
+
+
+def _device(config: RunConfig) -> str:
     cuda = config.device is Device.cuda or (config.device is Device.auto and torch.cuda.is_available())
-    device = "cuda" if cuda else "cpu"
-    link = OwnedLink(
+    return "cuda" if cuda else "cpu"
+
+
+def _owned(rollout: RolloutConfig, device: str, model_path: Path, log_folder: Path) -> EngineLink:
+    return OwnedLink(
         engine_arguments(rollout, str(model_path), device=device),
         engine_environment(rollout, device=device),
         log_path=log_folder / "engine0.log",
         start_timeout_s=rollout.start_timeout_s,
         request_timeout_s=rollout.request_timeout_s,
     )
-    return VllmEngine(link, max_model_len=rollout.max_model_len)
+
+
+def _by_url(rollout: RolloutConfig) -> EngineLink:
+    if len(rollout.url) != 1:
+        raise ValueError(f"rollout.placement=url needs exactly one rollout.url for now, got {rollout.url}")
+    return UrlLink(
+        rollout.url[0],
+        start_timeout_s=rollout.start_timeout_s,
+        request_timeout_s=rollout.request_timeout_s,
+        max_connections=rollout.max_num_seqs,
+    )

@@ -116,9 +116,19 @@ def serve(pipe: Connection, engine: Engine) -> None:
 
 
 def _answer(engine: Engine, message: dict[str, Any]) -> dict[str, Any]:
+    """The result, or what was refused and why. Anything stranger ends the process, which the parent reports as a death."""
     try:
         return {"result": vars(Engine)[message["op"]](engine, *message["args"])}
-    except Exception as failure:  # noqa: BLE001 - the process boundary: every failure becomes an answer, the parent raises it
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as failure:
         traceback.print_exc()
         return {"error": str(failure), "kind": type(failure).__name__}
 

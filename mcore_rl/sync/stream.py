@@ -45,9 +45,12 @@ class Loader:
             thread.join()
 
     def _load(self, endpoint: SyncEndpoint, slot: int, tensors: list[list[Any]]) -> None:
+        # Counts as failed until it has succeeded, so that no way of ending can pass for a load.
+        self._failure = RuntimeError(f"weight sync: loading slot {slot} ended without a result")
         try:
             endpoint.load(slot, tensors)
-        except Exception as failure:  # noqa: BLE001 - handed to the thread that waits
+            self._failure = None
+        except (RuntimeError, ValueError, TypeError, LookupError, OSError) as failure:
             self._failure = failure
 
 

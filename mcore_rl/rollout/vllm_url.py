@@ -1,0 +1,181 @@
+"""Link to a vLLM server somewhere else, over HTTP: token ids in, token ids out, weights by vLLM's own routes.
+
+The server is not ours: this link never starts or stops it. `python -m mcore_rl.rollout.vllm_server` starts one that has
+every route and extension needed here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+
+from mcore_rl.rollout.link import EngineRefused
+from mcore_rl.types import EngineDied
+
+_GENERATE = "/inference/v1/generate"
+_NATIVE = {
+    "init": ("/init_weight_transfer_engine", "init_info"),
+    "start": ("/start_weight_update", None),
+    "update": ("/update_weights", "update_info"),
+    "finish": ("/finish_weight_update", None),
+}
+_POLL_S = 0.5
+_CONNECT_S = 5.0
+_HEALTH_S = 10.0
+
+
+class UrlLink:
+    """One server. Nothing is asked of it before `wait_ready`."""
+
+    def __init__(self, url: str, *, start_timeout_s: float, request_timeout_s: float, max_connections: int) -> None:
+        """url: http://host:port of the server. ValueError when it is no such thing."""
+        address = httpx.URL(url)
+        if address.scheme not in ("http", "https") or not address.host:
+            raise ValueError(f"rollout.url={url!r}: expected http://host:port")
+        self.name = f"vllm at {url} (log: where that server was started)"
+        self._url = url.rstrip("/")
+        self._start_timeout_s = start_timeout_s
+        self._timeout = httpx.Timeout(request_timeout_s, connect=_CONNECT_S)
+        self._limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
+        # trust_env off: a proxy for the internet has no business between a run and its engine.
+        self._client = httpx.Client(base_url=self._url, timeout=self._timeout, trust_env=False)
+        self._ready = False
+
+    def wait_ready(self) -> None:
+        """Block until the server answers, then check that it has the routes and the extension a run needs.
+
+        EngineDied when nobody answers in time; ValueError naming the missing setting.
+        """
+        if self._ready:
+            return
+        deadline = time.monotonic() + self._start_timeout_s
+        while not self._answers():
+            if time.monotonic() > deadline:
+                raise EngineDied(f"rollout engine {self.name} did not answer within {self._start_timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+        self._check_routes()
+        self._ready = True
+
+    def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Outputs in the order of the requests; all of them are in flight at once."""
+        return [_completion(answer["choices"][0]) for answer in self._post_all(requests)]
+
+    def score(self, requests: list[dict[str, Any]]) -> list[list[float]]:
+        """Log-prob of every prompt token after the first."""
+        return [
+            [
+                row[str(token)]["logprob"]
+                for row, token in zip(answer["prompt_logprobs"][1:], request["token_ids"][1:], strict=True)
+            ]
+            for answer, request in zip(self._post_all(requests), requests, strict=True)
+        ]
+
+    def native(self, step: str, payload: dict[str, Any]) -> None:
+        """One call of the weight-transfer lifecycle."""
+        path, key = _NATIVE[step]
+        self._post(path, {key: payload} if key else {})
+
+    def rpc(self, method: str, args: list[Any]) -> list[Any]:
+        """A worker-extension call, one result per worker."""
+        return self._post("/collective_rpc", {"method": method, "args": args})["results"]
+
+    def reset_prefix_cache(self) -> bool:
+        """Whether the cache was emptied."""
+        return bool(self._post("/reset_prefix_cache", {})["success"])
+
+    def set_version(self, version: str) -> None:
+        """Label the weights."""
+        self._post("/update_weight_version", {"new_version": version})
+
+    def get_version(self) -> str:
+        """The server's own label."""
+        return self._ask("GET", "/weight_info", None)["weight_version"]
+
+    def health(self) -> None:
+        """EngineDied when the server or the engine behind it does not answer."""
+        if not self._answers():
+            raise EngineDied(f"rollout engine {self.name} does not answer /health")
+
+    def close(self) -> None:
+        """Close the connections; the server stays."""
+        self._client.close()
+
+    def _answers(self) -> bool:
+        try:
+            return self._client.get("/health", timeout=_HEALTH_S).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def _check_routes(self) -> None:
+        for method, path, setting in (
+            ("GET", "/weight_info", "environment VLLM_SERVER_DEV_MODE=1"),
+            ("POST", _GENERATE, "option --tokens-only"),
+        ):
+            if self._request(method, path, {}).status_code == httpx.codes.NOT_FOUND:
+                raise ValueError(f"rollout.url: {self._url} has no route {path}: start the server with {setting}")
+        try:
+            self.rpc("mcore_layout", [])
+        except EngineRefused as failure:
+            raise ValueError(
+                f"rollout.url: {self._url} lacks our worker extension or transport ({failure}): start the server with"
+                " --worker-extension-cls mcore_rl.rollout.vllm_worker.WorkerExtension"
+                ' --weight-transfer-config \'{"backend": "mcore_shm"}\''
+            ) from failure
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        return self._ask("POST", path, body)
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        return self._content(path, self._request(method, path, body))
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
+        try:
+            return self._client.request(method, path, json=body)
+        except httpx.TransportError as failure:
+            raise self._died(path, failure) from failure
+
+    def _post_all(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        bodies = [{"token_ids": request["token_ids"], "sampling_params": request["sampling"]} for request in requests]
+        try:
+            responses = asyncio.run(self._gather(bodies))
+        except httpx.TransportError as failure:
+            raise self._died(_GENERATE, failure) from failure
+        return [self._content(_GENERATE, response) for response in responses]
+
+    async def _gather(self, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+        client = httpx.AsyncClient(base_url=self._url, timeout=self._timeout, limits=self._limits, trust_env=False)
+        async with client:
+            return await asyncio.gather(*(client.post(_GENERATE, json=body) for body in bodies))
+
+    def _content(self, path: str, response: httpx.Response) -> Any:
+        if response.is_success:
+            return response.json() if response.content else None
+        if response.is_server_error:
+            self.health()
+        raise EngineRefused(f"{self.name}: {path}: HTTP {response.status_code}: {_reason(response)}")
+
+    def _died(self, path: str, failure: httpx.TransportError) -> EngineDied:
+        how = "did not answer in time" if isinstance(failure, httpx.TimeoutException) else "died or is unreachable"
+        return EngineDied(f"rollout engine {self.name} {how} during '{path}': {type(failure).__name__}: {failure}")
+
+
+def _completion(choice: dict[str, Any]) -> dict[str, Any]:
+    content = choice["logprobs"]["content"]
+    return {
+        "token_ids": choice["token_ids"],
+        "logprobs": [row["logprob"] for row in content],
+        "finish_reason": choice["finish_reason"],
+        "versions": sorted({span["version"] for span in choice["weight_versions"] or []}),
+    }
+
+
+def _reason(response: httpx.Response) -> str:
+    try:
+        body = response.json()
+    except json.JSONDecodeError:
+        return response.text[:300]
+    return str(body.get("error", {}).get("message", body))[:1000] if isinstance(body, dict) else str(body)[:1000]
