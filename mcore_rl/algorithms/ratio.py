@@ -14,7 +14,7 @@ MAX_ABS_LOG_RATIO = 20.0
 
 def masked_log_ratio(current_T: Tensor, old_T: Tensor | None, mask_T: Tensor) -> Tensor:
     """current - old where trained, 0 elsewhere. old None: this forward is its own old, so the ratio is exactly 1."""
-    reference = current_T.detach() if old_T is None else old_T
+    reference = (current_T if old_T is None else old_T).detach()
     return torch.where(mask_T, current_T - reference, 0.0)
 
 

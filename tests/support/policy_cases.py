@@ -1,8 +1,9 @@
-"""A small Qwen3-MoE with fixed rollouts, and what one update of it did, as full tensors under Hugging Face names."""
+"""A small Qwen3-MoE checkpoint and fixed rollouts for it."""
 
 from __future__ import annotations
 
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mcore_rl.algorithms.aggregate import token_weights
 from mcore_rl.config.schema import Aggregation
@@ -14,8 +15,6 @@ VOCAB = 300
 
 def save_checkpoint(folder, seed=5):
     """Qwen3MoeForCausalLM: hidden 64, 4 layers, 8 experts top-2, GQA, qk-norm, fp32; weights large enough to route clearly."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=VOCAB,
@@ -41,11 +40,13 @@ def save_checkpoint(folder, seed=5):
             else:
                 parameter.normal_(std=0.15 if name.endswith("mlp.gate.weight") else 0.08)
     model.save_pretrained(folder)
+    # torch's grouped matmul knows no float64
+    model.config._experts_implementation = "eager"
     return model.eval()
 
 
-def rollouts(lengths=LENGTHS, seed=1, old_noise=1e-3, advantages=None):
-    """Fixed sequences; the first third of each is prompt. `old` is left out when old_noise is None, else filled by the test."""
+def rollouts(lengths=LENGTHS, seed=1, advantages=None):
+    """Fixed sequences with advantages; the first third of each is prompt; `old` is the update's own forward."""
     generator = torch.Generator().manual_seed(seed)
     ids = tuple(torch.randint(0, VOCAB, (n,), generator=generator) for n in lengths)
     masks = tuple(torch.arange(n) >= max(1, n // 3) for n in lengths)
@@ -56,11 +57,11 @@ def rollouts(lengths=LENGTHS, seed=1, old_noise=1e-3, advantages=None):
     return TrainBatch(tokens, weights, advantages)
 
 
-def with_old(batch, logprobs, scale=1e-3, seed=2):
+def with_old(batch, logprobs, scale=4e-3, seed=2):
     """`batch` with old log-probs a little away from `logprobs`, so that some sequences are clipped and some are not."""
     generator = torch.Generator().manual_seed(seed)
     old = tuple(
-        torch.where(mask, values + scale * torch.randn(values.shape, generator=generator), 0.0)
+        torch.where(mask, values.detach() + scale * torch.randn(values.shape, generator=generator), 0.0)
         for values, mask in zip(logprobs, batch.tokens.loss_mask, strict=True)
     )
     return TrainBatch(batch.tokens, batch.token_weights, batch.advantages, old)

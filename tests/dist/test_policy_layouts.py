@@ -1,0 +1,153 @@
+"""One GSPO update of a small Qwen3-MoE in fp32 is the same on one rank and on every layout, and the gradient is right.
+
+The reference for one rank is transformers in float64 with the loss written out; the reference for layouts is one rank.
+"""
+
+import policy_ranks
+import pytest
+import torch
+from policy_cases import rollouts, save_checkpoint, with_old
+
+from mcore_rl.config.schema import OptimizerConfig
+from mcore_rl.types import Pass
+from parallel.layout import ParallelLayout
+
+ONE = ParallelLayout()
+LAYOUTS = [
+    ParallelLayout(world=2, tp=2, sp=True),
+    ParallelLayout(world=2, ep=2),
+    ParallelLayout(world=2, pp=2),
+    ParallelLayout(world=2),
+    ParallelLayout(world=4, tp=2, ep=2, sp=True),
+    ParallelLayout(world=4, pp=2, ep=2),
+]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """The checkpoint's folder, transformers' model in float64, and a batch of which some sequences are clipped."""
+    folder = tmp_path_factory.mktemp("qwen3_moe")
+    model = save_checkpoint(folder).double()
+    batch = rollouts()
+    return folder, model, with_old(batch, [row.float() for row in reference_logprobs(model, batch.tokens)[0]])
+
+
+def reference_logprobs(model, tokens):
+    """transformers, one sequence at a time: log-prob and entropy of every trained token, 0 elsewhere."""
+    logprobs, entropies = [], []
+    for ids, mask in zip(tokens.token_ids, tokens.loss_mask, strict=True):
+        scores = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        chosen = scores[:-1].gather(1, ids[1:, None])[:, 0]
+        entropy = -(scores.exp() * scores).sum(-1)[:-1]
+        zero = torch.zeros(1, dtype=scores.dtype)
+        logprobs.append(torch.where(mask, torch.cat([zero, chosen]), 0.0))
+        entropies.append(torch.where(mask, torch.cat([zero, entropy]), 0.0))
+    return logprobs, entropies
+
+
+def reference_loss(model, batch):
+    """GSPO: mean over sequences of -min(s A, clip(s) A), s = exp(mean log-ratio)."""
+    total = 0.0
+    current, _ = reference_logprobs(model, batch.tokens)
+    for now, old, mask, advantage in zip(current, batch.old_logprobs, batch.tokens.loss_mask, batch.advantages, strict=True):
+        ratio = ((now - old.double())[mask].mean()).exp()
+        total = total - torch.minimum(ratio * advantage, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
+    return total / len(current)
+
+
+def reference_gradients(model):
+    """Hugging Face names as they are saved: experts one by one, gate before up."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad.float()
+        if name.endswith("experts.gate_up_proj"):
+            for expert, (gate, up) in enumerate(part.chunk(2) for part in grad):
+                stem = f"{name.removesuffix('gate_up_proj')}{expert}."
+                gradients |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            stem = name.removesuffix("down_proj")
+            gradients |= {f"{stem}{expert}.down_proj.weight": part for expert, part in enumerate(grad)}
+        else:
+            gradients[name] = grad
+    return gradients
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks, case):
+    """One rank: with SGD, and with Adam whose eps is 1e-3 of the gradient's root mean square."""
+    folder, _, batch = case
+    (sgd,) = ranks.run(policy_ranks.one_update, ONE, folder, batch, {"sgd": 0.1})
+    adam = {"optimizer": OptimizerConfig(lr=1e-3, clip_grad=0.0, eps=1e-3 * root_mean_square(sgd["gradients"]))}
+    return sgd, ranks.run(policy_ranks.one_update, ONE, folder, batch, adam)[0], adam
+
+
+def root_mean_square(gradients):
+    squares = sum(float(grad.double().square().sum()) for grad in gradients.values())
+    return (squares / sum(grad.numel() for grad in gradients.values())) ** 0.5
+
+
+def test_no_token_is_near_a_routing_tie(case):
+    _, model, batch = case
+    for ids in batch.tokens.token_ids:
+        for logits in model(input_ids=ids[None], output_router_logits=True).router_logits:
+            ranked = logits.softmax(-1).topk(3, dim=-1).values
+            assert (ranked[:, 1] - ranked[:, 2]).min() > 1e-4
+
+
+def test_one_rank_is_transformers(case, one_rank):
+    _, model, batch = case
+    model.zero_grad()
+    loss = reference_loss(model, batch)
+    loss.backward()
+    gradients = reference_gradients(model)
+    norm = sum(float(grad.double().square().sum()) for grad in gradients.values()) ** 0.5
+    policy_ranks.assert_same_gradients(one_rank[0], {"loss": loss.item(), "grad_norm": norm, "gradients": gradients})
+    assert 0.0 < one_rank[0]["metrics"]["clip_frac"] < 1.0
+
+
+def test_values_are_transformers(ranks, case):
+    folder, model, batch = case
+    with torch.no_grad():
+        expected = reference_logprobs(model, batch.tokens)
+    (got,) = ranks.run(policy_ranks.scoring, ONE, folder, batch.tokens, Pass.EVAL)
+    for ours, theirs in zip(got, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+def test_sgd_moves_by_the_gradient(one_rank):
+    sgd = one_rank[0]
+    for name, before in sgd["before"].items():
+        moved = before.double() - sgd["after"][name].double()
+        assert (moved - 0.1 * sgd["gradients"][name].double()).norm() <= 2**-23 * before.double().norm(), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layouts_agree_with_one_rank(ranks, case, one_rank, layout):
+    folder, _, batch = case
+    sgd, adam, options = one_rank
+    for got in ranks.run(policy_ranks.one_update, layout, folder, batch, {"sgd": 0.1}):
+        policy_ranks.assert_same_gradients(got, sgd)
+        policy_ranks.assert_same_updates(got, sgd)
+        for ours, theirs in zip(got["logprobs"], sgd["logprobs"], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        assert got["metrics"]["clip_frac"] == sgd["metrics"]["clip_frac"]
+        assert got["metrics"]["tokens"] == sgd["metrics"]["tokens"] == sum(int(mask.sum()) for mask in batch.tokens.loss_mask)
+        assert [layer["load_E"] for layer in got["routing"]] == [layer["load_E"] for layer in sgd["routing"]]
+    for got in ranks.run(policy_ranks.one_update, layout, folder, batch, options):
+        policy_ranks.assert_same_gradients(got, adam)
+        policy_ranks.assert_same_updates(got, adam)
+
+
+@pytest.mark.parametrize("layout", [ONE, *LAYOUTS[:4]], ids=str)
+def test_clipping_uses_the_global_norm(ranks, case, one_rank, layout):
+    """Adam ignores a common factor of the gradient but for eps, which is large here: the step then shows the clipping."""
+    folder, _, batch = case
+    norm = one_rank[0]["grad_norm"]
+    options = {"optimizer": OptimizerConfig(lr=1.0, clip_grad=0.1 * norm, eps=100.0)}
+    got = ranks.run(policy_ranks.one_update, layout, folder, batch, options)[0]
+    assert got["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    for name, before in got["before"].items():
+        moved, wanted = before.double() - got["after"][name].double(), one_rank[0]["gradients"][name].double() * 0.1
+        expected = wanted / (wanted.abs() + 100.0)
+        assert (moved - expected).norm() <= 2e-5 * expected.norm() + 2**-23 * before.double().norm() + 1e-9 * norm, name
