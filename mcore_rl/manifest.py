@@ -103,8 +103,8 @@ def versions() -> dict[str, str | None]:
 
 def code_state(root: Path) -> dict[str, Any]:
     """Commit of the working tree at root, whether tracked files were changed, and a digest of that change; else Nones."""
-    sha = _git(root, "rev-parse", "HEAD")
-    if sha is None:
+    sha, top = _git(root, "rev-parse", "HEAD"), _git(root, "rev-parse", "--show-toplevel")
+    if sha is None or top is None or Path(top.strip()).resolve() != root.resolve():
         return {"git_sha": None, "dirty": None, "diff_sha256": None}
     changes = _git(root, "diff", "HEAD", "--binary") or ""
     return {"git_sha": sha.strip(), "dirty": bool(changes), "diff_sha256": text_sha256(changes) if changes else None}
