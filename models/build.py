@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
@@ -13,8 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.layer_spec import block_spec, resolve_impl
+from models.parameters import canonical_parameters
+from models.registry import weight_map
 from models.router_policy import RouterControl, RouterPolicy
 from models.spec import ModelSpec
+from models.split_marks import mark_split_weights
 from parallel.groups import ProcessGroups
 from parallel.layout import ParallelLayout
 
@@ -128,7 +132,20 @@ def build_model(spec: ModelSpec, groups: ProcessGroups, options: BuildOptions) -
     stream = (groups.at.dp, groups.at.cp, groups.at.tp if config.sequence_parallel else 0)
     layers = spec.num_layers // (layout.pp * layout.chunks)
     block = block_spec(config, resolve_impl(options.impl, options.device), RouterControl(options.router, stream), layers)
-    return [_chunk(spec, config, block, groups, stage) for stage in range(layout.chunks)]
+    chunks = [_chunk(spec, config, block, groups, stage) for stage in range(layout.chunks)]
+    mark_split_weights(chunks)
+    if spec.other_dtypes:
+        _keep_own_dtypes(chunks, spec, groups)
+    return chunks
+
+
+def _keep_own_dtypes(chunks: list[GPTModel], spec: ModelSpec, groups: ProcessGroups) -> None:
+    """A router that the checkpoint stores in another dtype than the rest (fp32 beside bf16) keeps it."""
+    parameters = canonical_parameters(chunks, spec, groups.layout, dist.get_rank())
+    for rule in weight_map(spec):
+        if rule.own_dtype and rule.megatron in parameters and rule.tensors[0].dtype is not spec.dtype:
+            parameter = parameters[rule.megatron]
+            parameter.data = parameter.data.to(rule.tensors[0].dtype)
 
 
 def _chunk(spec: ModelSpec, config: TransformerConfig, block: Any, groups: ProcessGroups, stage: int) -> GPTModel:

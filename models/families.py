@@ -88,6 +88,7 @@ EXPERTS = (
         LAYER + "mlp.router.weight",
         (MLP + "gate.weight",),
         lambda s: Rename((moe_of(s).num_experts, s.hidden_size)),
+        own_dtype=True,
     ),
     Template(
         LAYER + "mlp.experts.{expert}.linear_fc1.weight",

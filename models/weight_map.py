@@ -24,7 +24,10 @@ class Place(str, Enum):
 
 @dataclass(frozen=True)
 class Template:
-    """One kind of parameter. {layer} and {expert} in the names are filled in for each layer and each expert."""
+    """One kind of parameter. {layer} and {expert} in the names are filled in for each layer and each expert.
+
+    own_dtype: the layer computes with it whatever the model's dtype is, so it keeps the checkpoint's.
+    """
 
     megatron: str
     hugging_face: tuple[str, ...]
@@ -32,6 +35,7 @@ class Template:
     place: Place = Place.LAYER
     per_expert: bool = False
     exported: bool = True
+    own_dtype: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Rule:
     layer: int | None
     expert: int | None
     exported: bool
+    own_dtype: bool
 
 
 def _rule(template: Template, spec: ModelSpec, layer: int | None, expert: int | None) -> Rule:
@@ -55,7 +60,7 @@ def _rule(template: Template, spec: ModelSpec, layer: int | None, expert: int | 
     names = [name.format(layer=layer, expert=expert) for name in template.hugging_face]
     tensors = tuple(TensorMeta(name, spec.dtype_of(name), shape) for name, shape in zip(names, op.shapes, strict=True))
     megatron = template.megatron.format(layer=layer, expert=expert)
-    return Rule(megatron, tensors, op, template.place, layer, expert, template.exported)
+    return Rule(megatron, tensors, op, template.place, layer, expert, template.exported, template.own_dtype)
 
 
 def _expand(template: Template, spec: ModelSpec, layer: int | None) -> Iterator[Rule]:

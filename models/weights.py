@@ -11,43 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models.hf_io import CheckpointReader, check_names, fuse_experts, write_checkpoint
+from models.ownership import holder_of, in_gather, shard_of
 from models.parameters import canonical_parameters
 from models.registry import weight_map
 from models.spec import ModelSpec, TensorMeta
-from models.weight_map import Place, Rule
+from models.weight_map import Rule
+from parallel.gather import collect_shards
 from parallel.groups import ProcessGroups
-from parallel.layout import ParallelLayout
-
-
-def stage_of(rule: Rule, spec: ModelSpec, layout: ParallelLayout) -> int:
-    """Pipeline rank that holds the parameter."""
-    if rule.place is Place.FIRST:
-        return 0
-    if rule.place is Place.LAST or rule.layer is None:
-        return layout.pp - 1
-    return rule.layer // (spec.num_layers // (layout.pp * layout.chunks)) % layout.pp
-
-
-def expert_rank_of(rule: Rule, spec: ModelSpec, layout: ParallelLayout) -> int:
-    """Expert-parallel rank that holds the expert; 0 for everything else."""
-    if rule.expert is None or spec.moe is None:
-        return 0
-    return rule.expert // (spec.moe.num_experts // layout.ep)
-
-
-def holder_of(rule: Rule, spec: ModelSpec, layout: ParallelLayout) -> int:
-    """The one rank that hands the parameter out: first of its data- and tensor-parallel ranks."""
-    stage = stage_of(rule, spec, layout)
-    if rule.expert is None:
-        return layout.tp * layout.cp * layout.dp * stage
-    return layout.etp * (expert_rank_of(rule, spec, layout) + layout.ep * layout.edp * stage)
-
-
-def _shard_place(rule: Rule, groups: ProcessGroups) -> tuple[int, int]:
-    """This rank's tensor-parallel rank and size for the parameter."""
-    if rule.expert is None:
-        return groups.at.tp, groups.layout.tp
-    return groups.at.etp, groups.layout.etp
 
 
 def load_hf_weights(chunks: Sequence[nn.Module], spec: ModelSpec, groups: ProcessGroups, checkpoint: Path) -> None:
@@ -65,7 +35,7 @@ def load_hf_weights(chunks: Sequence[nn.Module], spec: ModelSpec, groups: Proces
     for rule in rules:
         parameter = waiting.pop(rule.megatron, None)
         if parameter is not None:
-            _load(parameter, rule, reader, _shard_place(rule, groups))
+            _load(parameter, rule, reader, shard_of(rule, groups.layout, dist.get_rank()))
     if waiting:
         raise RuntimeError(f"no tensor of the checkpoint is mapped to {', '.join(sorted(waiting))}")
 
@@ -151,29 +121,17 @@ class ModelWeights:
 
     def _gather(self, rule: Rule) -> dict[str, Tensor]:
         """The parameter's Hugging Face tensors on its holder; {} elsewhere. Collective over the holder's shard group."""
-        if not self._takes_part(rule):
+        if not in_gather(rule, self._spec, self.groups.layout, self._rank):
             return {}
         local = self._parameters[rule.megatron].detach()
-        rank, size = _shard_place(rule, self.groups)
-        shards = [local]
-        if rule.op.sharded and size > 1:
-            group = self.groups.tp if rule.expert is None else self.groups.etp
-            shards = [torch.empty_like(local) for _ in range(size)] if rank == 0 else []
-            dist.gather(local.contiguous(), shards or None, dst=self._holder(rule), group=group)
-        if self._holder(rule) != self._rank:
+        shards: list[Tensor] | None = [local]
+        if rule.op.sharded:
+            shards = collect_shards(local, self.groups.tp if rule.expert is None else self.groups.etp, owner=0)
+        if shards is None or self._holder(rule) != self._rank:
             return {}
         parts = rule.op.split(rule.op.join(shards))
         dtypes = [self._metadata[t.name].dtype for t in rule.tensors]
         return {t.name: part.to(dtype).contiguous() for t, part, dtype in zip(rule.tensors, parts, dtypes, strict=True)}
-
-    def _takes_part(self, rule: Rule) -> bool:
-        """True on the holder and the ranks that have its other shards."""
-        at, layout = self.groups.at, self.groups.layout
-        if at.pp != stage_of(rule, self._spec, layout):
-            return False
-        if rule.expert is None:
-            return at.dp == 0 and at.cp == 0
-        return at.edp == 0 and at.ep == expert_rank_of(rule, self._spec, layout)
 
 
 def export_checkpoint(weights: ModelWeights, spec: ModelSpec, *, source: Path, target: Path) -> None:
