@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,11 +16,6 @@ def _as_list(sizes: Any) -> Any:
 
 def _uneven(tensors: Sequence[Tensor]) -> bool:
     return any(tensor.shape != tensors[0].shape for tensor in tensors)
-
-
-def _refuse_async(name: str, async_op: bool) -> None:
-    if async_op:
-        raise ValueError(f"{name} of unequal sizes over gloo is done rank by rank and cannot be asynchronous")
 
 
 def patch_all_to_all() -> None:
@@ -38,14 +32,18 @@ def patch_all_to_all() -> None:
 
 
 def patch_all_gather() -> None:
-    """`all_gather` of unequal sizes: gloo needs equal ones, so every rank broadcasts its own."""
+    """`all_gather` of unequal sizes (ep > 1 with etp > 1): gloo needs equal ones, so every rank broadcasts its own.
+
+    The opposite, `reduce_scatter` of unequal sizes, works over gloo as it is.
+    """
     original = dist.all_gather
 
     @functools.wraps(original)
     def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
         if not _uneven(tensor_list):
             return original(tensor_list, tensor, group=group, async_op=async_op)
-        _refuse_async("all_gather", async_op)
+        if async_op:
+            raise ValueError("all_gather of unequal sizes over gloo is done rank by rank and cannot be asynchronous")
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         tensor_list[dist.get_group_rank(group, dist.get_rank()) if group else dist.get_rank()].copy_(tensor)
         for target, rank in zip(tensor_list, ranks, strict=True):
@@ -62,27 +60,3 @@ def _broadcast_into(target: Tensor, rank: int, group: Any) -> None:
     dist.broadcast(buffer, src=rank, group=group)
     if buffer.data_ptr() != target.data_ptr():
         target.copy_(buffer)
-
-
-def patch_reduce_scatter() -> None:
-    """`reduce_scatter` of unequal sizes: gloo needs equal ones, so every part is reduced to its owner."""
-    original = dist.reduce_scatter
-
-    @functools.wraps(original)
-    def reduce_scatter(
-        output: Tensor, input_list: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        if not _uneven(input_list):
-            return original(output, input_list, op=op, group=group, async_op=async_op)
-        _refuse_async("reduce_scatter", async_op)
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        for part, rank in zip(input_list, ranks, strict=True):
-            if not part.numel():
-                continue
-            buffer = part.clone(memory_format=torch.contiguous_format)
-            dist.reduce(buffer, dst=rank, op=op, group=group)
-            if rank == dist.get_rank():
-                output.copy_(buffer)
-        return None
-
-    setattr(dist, "reduce_scatter", reduce_scatter)  # noqa: B010

@@ -105,15 +105,6 @@ def patch_current_device() -> None:
     cuda.current_device = lambda: "cpu"
 
 
-def patch_memory() -> None:
-    """Memory queries and the cache: there is no CUDA allocator."""
-    cuda: Any = torch.cuda
-    cuda.empty_cache = lambda: None
-    cuda.memory_allocated = lambda *_: 0
-    cuda.max_memory_allocated = lambda *_: 0
-    cuda.memory_stats = lambda *_: {}
-
-
 def patch_cuda_seeding() -> None:
     """The CUDA generator becomes the CPU generator.
 

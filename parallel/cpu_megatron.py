@@ -80,7 +80,6 @@ class Patch:
 PATCHES = (
     Patch("streams", "torch.cuda.Stream, Event, current_stream, synchronize raise without CUDA", cpu_cuda_twins.patch_streams),
     Patch("current_device", "its result is the device of most buffers", cpu_cuda_twins.patch_current_device),
-    Patch("memory", "allocator queries raise without CUDA", cpu_cuda_twins.patch_memory),
     Patch("cuda_seeding", "the rng tracker seeds and saves the CUDA generator", cpu_cuda_twins.patch_cuda_seeding),
     Patch("moves", ".cuda() raises without CUDA", cpu_cuda_twins.patch_moves),
     Patch("tensor_type", "the optimizer accepts torch.cuda.FloatTensor only", cpu_cuda_twins.patch_tensor_type),
@@ -89,7 +88,6 @@ PATCHES = (
     Patch("compile", "fusions are torch.compile'd, which needs a compiler", cpu_cuda_twins.patch_compile),
     Patch("all_to_all", "gloo wants lists of split sizes", cpu_collectives.patch_all_to_all),
     Patch("all_gather", "gloo needs equal sizes", cpu_collectives.patch_all_gather),
-    Patch("reduce_scatter", "gloo needs equal sizes", cpu_collectives.patch_reduce_scatter),
     Patch("tracker_state", "the rng tracker reads and writes the CUDA generator", patch_tracker_state),
     Patch("tracker_warning", "one generator instead of two", patch_tracker_warning),
     Patch("torch_norm", "the torch norm refuses sequence parallelism", patch_torch_norm),
