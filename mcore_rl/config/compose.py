@@ -22,7 +22,7 @@ CONFIG_ROOT = Path(__file__).resolve().parents[2] / "configs"
 
 
 def compose_config(overrides: Sequence[str] = (), *, config_root: Path = CONFIG_ROOT) -> RunConfig:
-    """The run that `overrides` ask for, over `config.yaml` and its groups.
+    """The run that `overrides` ask for, over `config.yaml` and its groups. `${repo:}` is the folder that holds configs/.
 
     Raises ValueError, one line, naming the key, the value and what would be right.
     """
@@ -30,6 +30,7 @@ def compose_config(overrides: Sequence[str] = (), *, config_root: Path = CONFIG_
         raise ValueError(f"no config.yaml in {config_root}: the configs/ folder belongs beside the mcore_rl package")
     checked = [_checked(text, config_root) for text in overrides]
     ConfigStore.instance().store(name="run_config", node=RunConfig)
+    OmegaConf.register_new_resolver("repo", lambda: str(CONFIG_ROOT.parent), replace=True)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(config_root), version_base="1.3"):
@@ -57,7 +58,7 @@ def load_config(path: Path) -> RunConfig:
 
 def config_groups(config_root: Path = CONFIG_ROOT) -> dict[str, list[str]]:
     """Group name -> its options, as files under `configs/`."""
-    folders = sorted(entry for entry in config_root.iterdir() if entry.is_dir())
+    folders = sorted(entry for entry in config_root.iterdir() if any(entry.glob("*.yaml")))
     return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
 
 
@@ -104,7 +105,7 @@ def _one_line(error: BaseException, overrides: Sequence[str]) -> str:
     inner = _innermost(error)
     merging = str(error).removeprefix("Error merging override ")
     given = next((text for text in overrides if merging.lstrip("+").startswith(text.lstrip("+"))), None)
-    key = given.lstrip("+").split("=", 1)[0] if given else (inner.full_key if inner else None)
+    key = given.lstrip("+").split("=", 1)[0] if given else _full_key(error, inner)
     if inner is None or not key:
         return _flat(str(error))
     given = given or next((text for text in overrides if text.lstrip("+").startswith(f"{key}=")), None)
@@ -114,6 +115,14 @@ def _one_line(error: BaseException, overrides: Sequence[str]) -> str:
         return f"{given or _file_of(error) + key}: expected {describe(type_at(key))}{detail}"
     except ValueError as unknown:
         return f"{_file_of(error)}{unknown}"
+
+
+def _full_key(error: BaseException, inner: OmegaConfBaseException | None) -> str | None:
+    """The dotted key an error is about: an attribute of most of OmegaConf's errors, a line in the text of the others."""
+    if inner is not None and inner.full_key:
+        return inner.full_key
+    lines = [line.strip() for text in (str(error), str(inner)) for line in text.splitlines()]
+    return next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), None)
 
 
 def _innermost(error: BaseException) -> OmegaConfBaseException | None:

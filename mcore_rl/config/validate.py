@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.algorithms.validate import validate_algorithm
-from mcore_rl.config.schema import Device, RunConfig
+from mcore_rl.config.schema import Device, Impl, RunConfig
 from mcore_rl.config.validate_fields import require, validate_fields
 from mcore_rl.config.validate_model import model_spec, model_tokenizer, validate_layout
 from mcore_rl.data.build import BuiltTask, build_task
@@ -36,6 +36,7 @@ def _device(config: RunConfig, local_ranks: int | None) -> None:
     if config.device is Device.cuda:
         require(torch.cuda.is_available(), "device=cuda", "torch finds no CUDA device; use device=cpu")
     cuda = config.device is not Device.cpu and torch.cuda.is_available()
+    require(cuda or config.model.impl is not Impl.te, "model.impl=te", "TransformerEngine needs a GPU; use model.impl=auto")
     count = torch.cuda.device_count() if cuda else 0
     if cuda and local_ranks is not None:
         require(
