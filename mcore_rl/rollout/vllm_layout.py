@@ -6,6 +6,7 @@ inside vLLM's process.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -178,3 +179,15 @@ def _add_parameters(layout: Layout, module: nn.Module, path: str, hf_path: str) 
     for name, parameter in module.named_parameters(recurse=False):
         shape = tuple(parameter.shape)
         _add(layout, f"{hf_path}.{name}" if hf_path else name, shape, Piece(Region(parameter.dtype), path, "param", param=name))
+
+
+def module_elements(layout: Layout) -> dict[str, int]:
+    """Engine module -> how many numbers a load must bring it on this worker. A tied head gets none of its own."""
+    totals: dict[str, int] = {}
+    for entry in layout.values():
+        first_owner = {piece.region: piece.module for piece in reversed(entry.pieces)}
+        for region, module in first_owner.items():
+            size = math.prod(entry.shape)
+            share = size if region.dim is None else size // entry.shape[region.dim] * region.length
+            totals[module] = totals.get(module, 0) + share
+    return totals

@@ -30,7 +30,7 @@ from mcore_rl.rollout.vllm_cpu_patches import (
     reset_moe_prepack,
     rewind_discarded_draws,
 )
-from mcore_rl.rollout.vllm_layout import Layout, describe
+from mcore_rl.rollout.vllm_layout import Layout, describe, module_elements
 from mcore_rl.sync.digest import dtype_from_name, wire_digest
 from mcore_rl.sync.shm import Segment
 from mcore_rl.types import WeightMismatch
@@ -112,7 +112,8 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     @torch.no_grad()
     def finish_weight_update(self) -> None:
         """Close the update. WeightMismatch naming what never arrived, before any of it is used."""
-        self._check_coverage()
+        self._check_names()
+        self._check_elements()
         finalize_layerwise_reload(self.model, self.model_config)
         refresh_tied_heads(self.model)
 
@@ -147,13 +148,24 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                 raise self._refusal(f"tensor {name!r} was damaged on the way: its bytes do not match the sender's digest")
             yield name, value
 
-    def _check_coverage(self) -> None:
-        missing = [name for name in self.layout if name not in set(self.received.names)]
+    def _check_names(self) -> None:
+        received = set(self.received.names)
+        missing = [name for name in self.layout if name not in received]
         if missing:
             raise self._refusal(f"{len(missing)} of {len(self.layout)} tensors never arrived: {', '.join(missing[:5])}")
         untouched = self._parameters - self.received.parameters
         if untouched:
             raise self._refusal(f"the loader skipped {len(untouched)} parameters: {', '.join(sorted(untouched)[:5])}")
+
+    def _check_elements(self) -> None:
+        """A layer still waiting for numbers got a tensor that its loader dropped; unloaded padding is none of them."""
+        expected = module_elements(self.layout)
+        for path, module in self.model.named_modules():
+            info = get_layerwise_info(module)
+            if info.can_load() and info.load_numel < expected.get(path, 0):
+                names = sorted(name for name, entry in self.layout.items() if any(piece.module == path for piece in entry.pieces))
+                some = ", ".join(names[:5])
+                raise self._refusal(f"the loader took {info.load_numel} of {expected[path]} numbers of {path}, made of {some}")
 
     def _own_buffered(self) -> None:
         for module in self.model.modules():

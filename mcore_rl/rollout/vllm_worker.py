@@ -28,9 +28,10 @@ class WorkerExtension:
         return {
             "pid": os.getpid(),
             "vllm": vllm.__version__,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),  # a subclass of str, which no wire takes
             "threads": torch.get_num_threads(),
             "megatron": any(name.split(".")[0] == "megatron" for name in sys.modules),
+            "cpu_megatron": "parallel.cpu_megatron" in sys.modules,
         }
 
     def mcore_layout(self) -> dict[str, Any]:

@@ -16,19 +16,19 @@ from mcore_rl.types import TensorMeta
 COMMON = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 512,
 }
 
 
-def moe_config() -> Qwen3MoeConfig:
-    """Untied head; the experts' width is no multiple of the kernel's 32, so they are padded inside the engine."""
+def moe_config(width: int = 32) -> Qwen3MoeConfig:
+    """Untied head. width: of an expert; the engine pads one that is no multiple of 32."""
     return Qwen3MoeConfig(
         vocab_size=320,
         intermediate_size=96,
-        moe_intermediate_size=48,
+        moe_intermediate_size=width,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
@@ -38,8 +38,10 @@ def moe_config() -> Qwen3MoeConfig:
 
 
 def dense_config() -> Qwen3Config:
-    """Tied head and a vocabulary that the engine pads."""
-    return Qwen3Config(vocab_size=331, intermediate_size=96, tie_word_embeddings=True, **COMMON)
+    """Tied head, a vocabulary that the engine pads, and square q_proj and o_proj that a transposition leaves well-formed."""
+    return Qwen3Config(
+        vocab_size=331, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True, **COMMON
+    )
 
 
 def build(config: Qwen3Config | Qwen3MoeConfig, seed: int, std: float = 0.1) -> PreTrainedModel:
@@ -76,6 +78,12 @@ def hf_logprobs(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> l
             logprobs = model(tokens, use_cache=False).logits.float().log_softmax(-1)[:, :-1]
             rows.append(logprobs.gather(-1, tokens[:, 1:, None])[0, :, 0].tolist())
     return rows
+
+
+def hf_best_tokens(model: PreTrainedModel, ids: Sequence[int]) -> list[int]:
+    """The most likely next token after every position, by transformers."""
+    with torch.no_grad():
+        return model(torch.tensor([list(ids)]), use_cache=False).logits[0].argmax(-1).tolist()
 
 
 class HfSource:

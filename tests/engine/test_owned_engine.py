@@ -1,0 +1,114 @@
+"""Generation and scoring by a real vLLM engine that the run owns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hf_trainer
+import pytest
+
+from mcore_rl.rollout.vllm_engine import VllmEngine
+from mcore_rl.types import Prompt, SamplingParams, StaleRollout
+
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=12, stop_token_ids=(2,), samples_per_prompt=4, seed=7)
+
+
+def prompts(count: int, length: int = 20) -> list[Prompt]:
+    return [Prompt(f"p{i}", tuple((j * 13 + i * 5) % 300 + 3 for j in range(length + i % 3)), "", "") for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def synced(moe_ready):
+    """The MoE engine with model `a` at version 3."""
+    moe_ready.renew()
+    moe_ready.sync("a", version=3)
+    return moe_ready
+
+
+def test_the_engine_process_is_no_trainer(moe_ready):
+    [info] = moe_ready.link.rpc("mcore_info", [])
+    assert info["pid"] == moe_ready.link.pid
+    assert info["megatron"] is False
+    assert info["cpu_megatron"] is False
+    assert info["threads"] == 1
+
+
+def test_an_engine_without_proved_weights_refuses_to_sample(moe_ready):
+    unproved = VllmEngine(moe_ready.link, max_model_len=256)
+    with pytest.raises(StaleRollout, match="no proved weights"):
+        unproved.generate(prompts(1), SAMPLING)
+
+
+def test_scores_are_those_of_transformers(synced):
+    ours = synced.engine.score(synced.probe)
+    reference = synced.trainer_logprobs("a")
+    assert [len(row) for row in ours] == [len(ids) - 1 for ids in synced.probe]
+    assert max(abs(a - b) for x, y in zip(ours, reference, strict=True) for a, b in zip(x, y, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_recorded_logprobs_are_those_of_the_untouched_logits(synced, temperature):
+    completions = synced.engine.generate(prompts(3), replace(SAMPLING, temperature=temperature))
+    whole = [completion.prompt_token_ids + completion.token_ids for completion in completions]
+    reference = hf_trainer.hf_logprobs(synced.models["a"], whole)
+    for completion, row in zip(completions, reference, strict=True):
+        assert completion.logprobs == pytest.approx(row[-len(completion.token_ids) :], abs=1e-5)
+
+
+def test_greedy_takes_the_most_likely_token(synced):
+    greedy = replace(SAMPLING, temperature=0.0, samples_per_prompt=1)
+    for completion in synced.engine.generate(prompts(2), greedy):
+        whole = completion.prompt_token_ids + completion.token_ids
+        best = hf_trainer.hf_best_tokens(synced.models["a"], whole)
+        assert completion.token_ids == tuple(best[len(completion.prompt_token_ids) - 1 : -1])
+
+
+def test_order_identity_and_version(synced):
+    asked = prompts(5)
+    completions = synced.engine.generate(asked, SAMPLING)
+    assert [(c.prompt_id, c.sample_index) for c in completions] == [(p.prompt_id, i) for p in asked for i in range(4)]
+    assert all(c.prompt_token_ids == p.token_ids for c, p in zip(completions, [p for p in asked for _ in range(4)], strict=True))
+    assert {c.version for c in completions} == {3}
+    assert all(1 <= len(c.token_ids) <= 12 and len(c.token_ids) == len(c.logprobs) for c in completions)
+
+
+def test_samples_do_not_depend_on_the_batch(synced):
+    """120 seeded requests of 2,500 prompt tokens against 256 tokens a step: many are prefilled in pieces."""
+    asked = prompts(30)
+    together = synced.engine.generate(asked, SAMPLING)
+    assert synced.engine.generate(asked, SAMPLING) == together
+    assert synced.engine.generate(asked[17:18], SAMPLING) == together[17 * 4 : 18 * 4]
+    assert synced.engine.generate(asked[::-1], SAMPLING) == [c for i in range(29, -1, -1) for c in together[i * 4 : i * 4 + 4]]
+
+
+def test_samples_of_a_group_and_of_another_seed_differ(synced):
+    first = synced.engine.generate(prompts(1), SAMPLING)
+    other = synced.engine.generate(prompts(1), replace(SAMPLING, seed=8))
+    assert len({c.token_ids for c in first + other}) == 8
+
+
+def test_the_stop_token_ends_and_stays(synced):
+    free = synced.engine.generate(prompts(1), replace(SAMPLING, stop_token_ids=()))[0]
+    assert free.finish_reason == "length"
+    assert len(free.token_ids) == 12
+    stop = free.token_ids[4]
+    stopped = synced.engine.generate(prompts(1), replace(SAMPLING, stop_token_ids=(stop,)))[0]
+    cut = free.token_ids.index(stop) + 1
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[:cut]
+    assert stopped.logprobs == pytest.approx(free.logprobs[:cut], abs=1e-6)
+
+
+def test_a_prompt_without_room_for_its_answer_is_refused(synced):
+    with pytest.raises(ValueError, match=r"prompt p0: 250 prompt tokens .* rollout.max_model_len=256"):
+        synced.engine.generate(prompts(1, length=250), SAMPLING)
+    with pytest.raises(ValueError, match="sequence 1 has 1 tokens"):
+        synced.engine.score([[1, 2], [3]])
+
+
+def test_another_label_than_the_proved_version_is_stale(synced):
+    synced.link.set_version("4")
+    with pytest.raises(StaleRollout, match=r"p0/0 was sampled with weights \['4'\], version 3 was proved"):
+        synced.engine.generate(prompts(1), SAMPLING)
+    synced.link.set_version("3")
+    assert synced.engine.generate(prompts(1), SAMPLING)
