@@ -1,0 +1,122 @@
+"""config.json in the spellings of transformers 4 and 5 gives one spec; what is not supported is refused by its key."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from models.registry import known_architectures, read_spec, spec_from_config, weight_map
+from models.spec import Llama3Scaling, MoeSpec, Rope
+
+QWEN3_30B_PARAMETERS = 30_532_122_624
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "moe_intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 203,
+    "max_position_embeddings": 256,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+OLD = MOE | {"num_experts": 6, "rope_theta": 5e5, "torch_dtype": "bfloat16"}
+NEW = MOE | {"num_local_experts": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "dtype": "bfloat16"}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_both_spellings_give_the_same_spec():
+    spec = spec_from_config(OLD)
+    assert spec == spec_from_config(NEW)
+    assert spec.moe == MoeSpec(num_experts=6, top_k=2, ffn_size=40, norm_topk_prob=True)
+    assert spec.rope == Rope(5e5)
+    assert spec.dtype is torch.bfloat16
+    assert (spec.head_dim, spec.qk_norm, spec.qkv_bias, spec.tied_embeddings) == (16, True, False, False)
+
+
+def test_what_transformers_saves_is_read(tmp_path):
+    config = Qwen3MoeConfig(
+        num_experts=6, num_experts_per_tok=2, norm_topk_prob=True, rope_parameters={"rope_type": "default", "rope_theta": 7e4}
+    )
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    spec = read_spec(tmp_path)
+    assert spec.moe is not None
+    assert (spec.moe.num_experts, spec.rope.theta, spec.moe.norm_topk_prob) == (6, 7e4, True)
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "llama3"}, {"type": "llama3"}])
+def test_llama3_frequencies_are_transformers(scaling):
+    llama = {k: v for k, v in MOE.items() if "expert" not in k} | {"architectures": ["LlamaForCausalLM"], "head_dim": 64}
+    spec = spec_from_config(llama | {"rope_theta": 5e5, "rope_scaling": LLAMA3 | scaling, "tie_word_embeddings": True})
+    assert spec.rope == Rope(5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    assert spec.tied_embeddings
+    theirs = LlamaConfig(head_dim=64, rope_parameters=LLAMA3 | {"rope_type": "llama3", "rope_theta": 5e5})
+    want, _ = ROPE_INIT_FUNCTIONS["llama3"](theirs, torch.device("cpu"))
+    torch.testing.assert_close(spec.rope.frequencies(64), want, rtol=1e-6, atol=0)
+    assert not torch.allclose(want, Rope(5e5).frequencies(64))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*known: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3"),
+        ({"architectures": None}, "architectures = .* is not supported; known:"),
+        ({"hidden_size": None}, "hidden_size = None is not a positive integer"),
+        ({"vocab_size": "203"}, "vocab_size = '203' is not a positive integer"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported for Qwen3MoeForCausalLM"),
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window = True is not supported"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7 is more than the 6 experts"),
+        ({"torch_dtype": "int8"}, "dtype = 'int8' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' is not supported; known: default, llama3"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3' needs low_freq_factor, high_freq_factor"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_its_key(change, message):
+    with pytest.raises(ValueError, match=message):
+        spec_from_config(OLD | change)
+
+
+@pytest.mark.parametrize(("text", "message"), [(None, "does not exist"), ("{", "not valid JSON"), ("{}", "json: architec")])
+def test_unreadable_config_is_refused_by_its_path(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        read_spec(tmp_path)
+
+
+def test_every_name_is_mapped_once():
+    rules = weight_map(spec_from_config(OLD))
+    names = [tensor.name for rule in rules for tensor in rule.tensors]
+    assert len(names) == len(set(names)) == 3 + 3 * (2 + 4 + 2 + 1 + 6 * 3)
+    assert len({rule.megatron for rule in rules}) == len(rules)
+
+
+def test_tied_head_is_loaded_and_not_exported():
+    tied = spec_from_config(OLD | {"tie_word_embeddings": True})
+    heads = [rule for rule in weight_map(tied) if rule.megatron == "output_layer.weight"]
+    assert [(rule.tensors[0].name, rule.exported) for rule in heads] == [("model.embed_tokens.weight", False)]
+
+
+def test_qwen3_30b_a3b_has_its_parameters():
+    spec = read_spec(Path("configs/model/hf/qwen3_30b_a3b"))
+    elements = sum(torch.Size(tensor.shape).numel() for rule in weight_map(spec) for tensor in rule.tensors)
+    assert elements == QWEN3_30B_PARAMETERS
+
+
+def test_registry_and_config_folder_agree():
+    stored = json.loads(Path("configs/model/hf/qwen3_30b_a3b/config.json").read_text(encoding="utf-8"))
+    assert stored["architectures"][0] in known_architectures()
