@@ -6,8 +6,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mcore_rl.algorithms.validate import validate_algorithm
 from mcore_rl.config.compose import compose_config
 from mcore_rl.config.validate import validate
+from mcore_rl.config.validate_fields import validate_fields
+from mcore_rl.config.validate_model import validate_layout
+from models.registry import spec_from_config
 
 QUICK = ["experiment=quickstart", "eval.prompts=20", "sft.check_prompts=20"]
 
@@ -79,6 +83,51 @@ def test_refused_by_name(overrides):
     text = refused([*QUICK, *overrides.split()])
     for part in FIELDS[overrides]:
         assert part in text
+
+
+# config.json of Qwen/Qwen3-30B-A3B and Qwen/Qwen2.5-0.5B-Instruct, the sizes only.
+PUBLISHED = {
+    "qwen3_30b_a3b_gspo": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+    },
+    "qwen25_05b_gsm8k": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "rope_theta": 1000000.0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_large_experiments_fit_their_models(name):
+    config = compose_config([f"experiment={name}"])
+    spec = spec_from_config(PUBLISHED[name])
+    validate_fields(config)
+    validate_algorithm(config.algorithm, samples_per_prompt=config.train.samples_per_prompt)
+    validate_layout(config, spec)
+    if spec.moe is not None:
+        with pytest.raises(ValueError, match="does not divide 4 key-value heads"):
+            validate_layout(compose_config([f"experiment={name}", "layout.tp=8"]), spec)
 
 
 def folder_with(tmp_path, config: dict | None, *, weights: bool = True):
