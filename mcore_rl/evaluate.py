@@ -8,8 +8,9 @@ from typing import Any
 
 from mcore_rl.rewards.checks import score_completions
 from mcore_rl.rewards.grading import REWARD_VERSION
+from mcore_rl.seams import RolloutEngine, Task
 from mcore_rl.statistics import PairedGain, paired_bootstrap, wilson_half_width
-from mcore_rl.types import Completion, RolloutEngine, SamplingParams, Score, StaleRollout, Task
+from mcore_rl.types import Completion, SamplingParams, Score, StaleRollout
 
 
 @dataclass(frozen=True)

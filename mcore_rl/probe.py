@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mcore_rl.types import Task, TokenBatch
+from mcore_rl.seams import Task
+from mcore_rl.types import TokenBatch
 
 
 def probe_batch(task: Task, count: int, max_tokens: int) -> TokenBatch:

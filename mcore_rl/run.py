@@ -8,9 +8,10 @@ from mcore_rl.clock import StageClock
 from mcore_rl.config.schema import RunConfig
 from mcore_rl.progress import Progress
 from mcore_rl.run_folder import RunFolder
+from mcore_rl.seams import Policy, RolloutEngine, Task
 from mcore_rl.sync.session import WeightSync
 from mcore_rl.telemetry.fanout import FanOut
-from mcore_rl.types import Policy, RolloutEngine, Task, TokenBatch
+from mcore_rl.types import TokenBatch
 
 
 @dataclass

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mcore_rl.types import Completion, Prompt, Score, Task
+from mcore_rl.seams import Task
+from mcore_rl.types import Completion, Prompt, Score
 
 
 def sample_name(completion: Completion) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from mcore_rl.config.schema import SyncConfig
 from mcore_rl.rollout.link import EngineRefused
+from mcore_rl.seams import WeightSource
 from mcore_rl.sync.buckets import Bucket, plan_buckets, slot_bytes
 from mcore_rl.sync.endpoint import SyncEndpoint
 from mcore_rl.sync.proof import (
@@ -29,7 +30,7 @@ from mcore_rl.sync.proof import (
 from mcore_rl.sync.ranks import all_or_none, from_rank0, gather, is_rank0
 from mcore_rl.sync.shm import Segment
 from mcore_rl.sync.stream import Loader, send_buckets
-from mcore_rl.types import EngineDied, SyncReport, TensorMeta, WeightSource
+from mcore_rl.types import EngineDied, SyncReport, TensorMeta
 
 ProbeFn = Callable[[], Sequence[Sequence[float]]]
 

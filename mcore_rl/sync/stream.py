@@ -6,13 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from threading import Thread
 from typing import Any
 
+from mcore_rl.seams import WeightSource
 from mcore_rl.sync.buckets import Bucket
 from mcore_rl.sync.digest import wire_digest
 from mcore_rl.sync.endpoint import SyncEndpoint
 from mcore_rl.sync.proof import region_digests
 from mcore_rl.sync.ranks import all_or_none, gather
 from mcore_rl.sync.shm import SLOTS, Segment
-from mcore_rl.types import WeightMismatch, WeightSource
+from mcore_rl.types import WeightMismatch
 
 
 class Loader:

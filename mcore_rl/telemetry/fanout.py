@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from mcore_rl.types import TelemetrySink
+from mcore_rl.seams import TelemetrySink
 
 
 class FanOut:
