@@ -27,6 +27,7 @@ FENCES = {
         "models/*.py",
         "mcore_rl/policy*.py",
         "mcore_rl/checkpoint*.py",
+        "mcore_rl/assemble.py",
         "tests/dist/*",
         "tests/support/*",
     ),
