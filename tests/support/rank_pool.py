@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import io
 import multiprocessing
@@ -47,6 +48,7 @@ from typing import Any
 import torch
 
 MAX_RANKS = 4
+MOST_THREADS = 120  # a forked rank costs a tenth of a second; threads of dead groups spin
 # Imported once, in the process that the ranks are forked from.
 PRELOAD = ["torch", "megatron.core.models.gpt.gpt_model", "megatron.core.optimizer", "megatron.core.pipeline_parallel"]
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -97,6 +99,8 @@ def _run_call(rank: int, call: dict[str, Any]) -> Any:
     result = function(groups, runtime.device, *call["args"], **call["kwargs"])
     parallel_groups.destroy_groups()
     stop_runtime()
+    # Models are cycles that hold process groups, each with three gloo threads that spin once their peer is gone.
+    gc.collect()
     return result
 
 
@@ -145,7 +149,14 @@ class RankPool:
         message = _pack(call)
         for pipe in self._pipes[: layout.world]:
             pipe.send_bytes(message)
-        return self._collect(layout.world, function.__name__, deadline_s)
+        results = self._collect(layout.world, function.__name__, deadline_s)
+        self._replace_crowded()
+        return results
+
+    def _replace_crowded(self) -> None:
+        """What keeps a process group alive keeps its gloo threads alive; a rank with too many gets a fresh process."""
+        if any(len(list(Path(f"/proc/{pid}/task").iterdir())) > MOST_THREADS for pid in self.pids()):
+            self.close()
 
     def _start(self, count: int) -> None:
         context = multiprocessing.get_context("forkserver")
