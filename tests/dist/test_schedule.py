@@ -4,6 +4,7 @@ The reference is plain autograd on one rank: no schedule, no DistributedDataPara
 """
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -228,3 +229,14 @@ def refusal(groups, device, case):
 )
 def test_refusals(ranks, case, message):
     assert message in ranks.run(refusal, ParallelLayout(), case)[0]
+
+
+def trained_threads(groups, device):
+    stepped(groups, device, 2, {"moe": True}, {"kind": "adam"})
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_ranks_do_not_collect_threads(ranks):
+    """Process groups of an earlier run are gone: they would keep gloo threads that spin."""
+    first, second = (ranks.run(trained_threads, ParallelLayout(world=2)) for _ in range(2))
+    assert first == second
