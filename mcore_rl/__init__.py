@@ -14,4 +14,6 @@ for _name in ("parallel", "models"):
     _spec = find_spec(_name)
     _found = Path(_spec.origin).resolve().parent if _spec is not None and _spec.origin else None
     if _found != _ROOT / _name:
-        raise ImportError(f"mcore_rl needs its own package {_name!r} at {_ROOT / _name}, but Python finds {_found}; fix sys.path / PYTHONPATH")
+        raise ImportError(
+            f"mcore_rl needs its own package {_name!r} at {_ROOT / _name}, but Python finds {_found}; fix sys.path / PYTHONPATH"
+        )

@@ -6,8 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from parallel.collectives import on_rank0
-
 from mcore_rl.batching import RolloutBatch, build_rollout_batch, split_updates, train_batch
 from mcore_rl.config.schema import RouterMode
 from mcore_rl.run import Run
@@ -23,6 +21,7 @@ from mcore_rl.types import (
     UpdateReport,
     WeightMismatch,
 )
+from parallel.collectives import on_rank0
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,7 @@ def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **
 
 def _refuse_averaging(config: Any) -> None:
     if not config.calculate_per_token_loss:
-        raise ValueError(
-            "TransformerConfig.calculate_per_token_loss=False averages gradients over ranks: build with True"
-        )
+        raise ValueError("TransformerConfig.calculate_per_token_loss=False averages gradients over ranks: build with True")
     for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
         value = vars(config)[key]
         if any(value) if isinstance(value, list) else value:
