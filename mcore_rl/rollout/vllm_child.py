@@ -6,31 +6,15 @@ trainer's process reaches it: no Megatron, no CPU patches, no process group. It 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
-_WATCH_S = 0.5
-
-
-def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when `parent` ends, by the kernel and by a watching thread (for a lost race)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_WATCH_S)
-    os._exit(1)
+from mcore_rl.rollout.lifeline import become_root, die_with_parent
 
 
 class Engine:
@@ -138,6 +122,7 @@ def main(argv: list[str]) -> int:
     descriptor, parent, arguments = int(argv[0]), int(argv[1]), json.loads(argv[2])
     os.set_inheritable(descriptor, False)
     die_with_parent(parent)
+    become_root()
     pipe = Connection(descriptor)
     started = time.monotonic()
     engine = Engine(arguments)

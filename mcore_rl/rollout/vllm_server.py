@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from mcore_rl.config.schema import DType, RolloutConfig
 from mcore_rl.rollout.engine_args import engine_arguments, engine_environment
+from mcore_rl.rollout.lifeline import become_root
 
 LOOPBACK = "127.0.0.1"
 _FLAGS = {
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         max_num_seqs=options.max_num_seqs,
     )
     command = server_command(config, options.model, port=options.port, host=options.host, device=options.device, extra=extra)
+    become_root()  # the server keeps this process' id
     os.execve(command[0], command, server_environment(config, device=options.device))
 
 

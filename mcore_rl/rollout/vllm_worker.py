@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import vllm
 
+from mcore_rl.rollout.lifeline import follow_root
 from mcore_rl.rollout.vllm_readback import read_digests
 from mcore_rl.rollout.vllm_transfer import ShmTransferEngine, register
 
 register()
+follow_root()
 
 
 class WorkerExtension:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,10 +17,9 @@ import psutil
 import pytest
 import torch
 
-from mcore_rl.config.schema import RolloutConfig, SyncConfig
+from mcore_rl.config.schema import SyncConfig
 from mcore_rl.ranks import free_port
 from mcore_rl.rollout.vllm_engine import VllmEngine
-from mcore_rl.rollout.vllm_server import server_command, server_environment
 from mcore_rl.rollout.vllm_url import UrlLink
 from mcore_rl.sync.digest import wire_digest
 from mcore_rl.sync.session import WeightSync
@@ -27,7 +27,6 @@ from mcore_rl.types import EngineDied, Prompt, SamplingParams, StaleRollout, Wei
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=8, stop_token_ids=(2,), samples_per_prompt=4, seed=7)
 PROMPTS = [Prompt(f"p{i}", tuple(range(3 + i, 90 + 2 * i)), "", "") for i in range(6)]
-ROLLOUT = RolloutConfig(max_num_seqs=64)
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +42,10 @@ def server(models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s
     folder = tmp_path_factory.mktemp("server")
     path = hf_trainer.save(models["a"], folder / "model")
     port = free_port()
-    extra = ["--enable-prefix-caching", "--block-size", "32"]
+    command = [sys.executable, "-m", "mcore_rl.rollout.vllm_server", "--model", str(path), "--port", str(port)]
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(
-            server_command(ROLLOUT, str(path), port=port, extra=extra),
-            env=server_environment(ROLLOUT),
+            [*command, "--max-num-seqs", "64", "--enable-prefix-caching", "--block-size", "32"],
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -109,7 +107,7 @@ def test_there_and_back(engine, models, push):
 def test_a_refusal_keeps_its_reason_over_http(engine, push):
     push("a", 0)
     engine.begin()
-    with pytest.raises(WeightMismatch, match="unknown tensor 'model.norm.wait'"):
+    with pytest.raises(WeightMismatch, match=r"unknown tensor 'model\.norm\.wait'"):
         engine.load(0, [["model.norm.wait", "float32", [64], 0, wire_digest(torch.zeros(64))]])
     engine.abort()
     with pytest.raises(StaleRollout):

@@ -1,0 +1,222 @@
+"""The order of a sync and what a failure leaves behind, with a stub for the engine."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rl.config.schema import SyncConfig
+from mcore_rl.sync.digest import Region, content_digest, dtype_from_name, wire_digest
+from mcore_rl.sync.session import WeightSync
+from mcore_rl.sync.shm import Segment
+from mcore_rl.types import EngineDied, TensorMeta, WeightMismatch
+
+PROBE = [[1, 2, 3], [4, 5]]
+VALUES = [[-1.0, -2.0], [-3.0]]
+
+
+class Source:
+    """Five float32 tensors filled with `value`."""
+
+    def __init__(self, version: int = 0, value: float = 1.0) -> None:
+        self.version = version
+        self.tensors = {f"t{i}": torch.full((i + 1, 8), value + i) for i in range(5)}
+
+    def metadata(self):
+        return tuple(TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items())
+
+    def held_names(self):
+        return frozenset(self.tensors)
+
+    def bucket(self, names):
+        return iter([(name, self.tensors[name]) for name in names])
+
+    def __iter__(self):
+        return iter(self.tensors.items())
+
+
+class Stub:
+    """Keeps what it is sent, as an engine would; `fail` names the call that fails, and how."""
+
+    name = "stub"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.held: dict[str, torch.Tensor] = {}
+        self.version: int | None = None
+        self.fail: tuple[str, Exception] | None = None
+        self.ignores: str | None = None
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if self.fail is not None and self.fail[0] == name:
+            raise self.fail[1]
+
+    def wait_ready(self):
+        self._call("wait_ready")
+
+    def layout(self):
+        regions = [Region(torch.float32).as_json()]
+        return {f"t{i}": {"shape": [i + 1, 8], "regions": regions} for i in range(5)}
+
+    def attach(self, path, slot_bytes):
+        self._call("attach")
+        self.segment = Segment.attach(Path(path), slot_bytes)
+
+    def begin(self):
+        self.version, self.received = None, []
+        self._call("begin")
+
+    def load(self, slot, tensors):
+        self._call(f"load{len(self.received)}")
+        for name, dtype, shape, offset, digest in tensors:
+            value = self.segment.view(slot, offset, dtype_from_name(dtype), tuple(shape))
+            assert wire_digest(value) == digest
+            self.received.append(name)
+            if name != self.ignores:
+                self.held[name] = value.clone()
+
+    def finish(self):
+        self._call("finish")
+        return self.received
+
+    def abort(self):
+        self.version = None
+        self._call("abort")
+
+    def readback(self, names):
+        self._call("readback")
+        return {name: [content_digest(self.held[name], Region(torch.float32))] for name in names}
+
+    def reset_prefix_cache(self):
+        self._call("reset_prefix_cache")
+
+    def score(self, token_ids):
+        self._call("score")
+        assert token_ids == PROBE
+        return VALUES
+
+    def commit(self, version):
+        self._call("commit")
+        self.version = version
+
+
+def session(stub, **config):
+    return WeightSync(stub, SyncConfig(**{"bucket_bytes": 64} | config), probe_sequences=PROBE)
+
+
+def test_the_order_of_a_proved_sync():
+    stub = Stub()
+    sync = session(stub)
+    report = sync.sync(Source(3), lambda: VALUES)
+    loads = [f"load{i}" for i in range(5)]
+    proof = ["finish", "readback", "reset_prefix_cache", "score", "commit"]
+    assert stub.calls == ["wait_ready", "attach", "begin", *loads, *proof]
+    assert (report.version, report.tensors, report.buckets, report.readback_tensors, report.bytes) == (3, 5, 5, 5, 480)
+    assert (report.probe_max_nats, stub.version) == (0.0, 3)
+    stub.calls.clear()
+    second = sync.sync(Source(4, 2.0), lambda: VALUES)
+    assert stub.calls == ["begin", *loads, *proof]
+    assert second.readback_tensors < 5
+    assert all(torch.equal(stub.held[name], tensor) for name, tensor in Source(4, 2.0))
+
+
+def test_all_in_one_bucket_is_one_start_and_one_finish():
+    stub = Stub()
+    session(stub, bucket_bytes=10_000).sync(Source(), lambda: VALUES)
+    assert [call for call in stub.calls if call.startswith(("begin", "load", "finish"))] == ["begin", "load0", "finish"]
+
+
+@pytest.mark.parametrize(
+    "call", ["begin", "load0", "load2", "load4", "finish", "readback", "reset_prefix_cache", "score", "commit"]
+)
+@pytest.mark.parametrize("error", [WeightMismatch("HTTP 500"), EngineDied("no answer"), ValueError("odd")])
+def test_a_failure_anywhere_leaves_no_version_and_the_next_sync_is_clean(call, error):
+    stub = Stub()
+    sync = session(stub)
+    sync.sync(Source(0), lambda: VALUES)
+    stub.fail = (call, error)
+    with pytest.raises(type(error), match=str(error)):
+        sync.sync(Source(1, 2.0), lambda: VALUES)
+    assert stub.version is None
+    assert stub.calls[-1] == "abort"
+    assert stub.calls.count("commit") == (2 if call == "commit" else 1)
+    stub.fail = None
+    report = sync.sync(Source(1, 2.0), lambda: VALUES)
+    assert (report.version, stub.version, report.readback_tensors) == (1, 1, 5)
+
+
+def test_an_engine_that_dies_twice_reports_the_first_death():
+    stub = Stub()
+    sync = session(stub)
+    stub.fail = ("load2", EngineDied("in load"))
+    stub.abort = lambda: (_ for _ in ()).throw(EngineDied("in abort"))
+    with pytest.raises(EngineDied, match="in load"):
+        sync.sync(Source(), lambda: VALUES)
+
+
+def test_an_ignored_tensor_is_read_back_as_the_old_one():
+    stub = Stub()
+    sync = session(stub, readback_every=1)
+    sync.sync(Source(0), lambda: VALUES)
+    stub.ignores = "t3"
+    with pytest.raises(WeightMismatch, match="1 of 5 tensors read back differ from the trainer's: t3"):
+        sync.sync(Source(1, 2.0), lambda: VALUES)
+
+
+def test_a_source_that_skips_or_changes_a_tensor_is_named():
+    stub = Stub()
+    skipping, reshaping = Source(), Source()
+    skipping.bucket = lambda names: iter([(name, skipping.tensors[name]) for name in names if name != "t2"])
+    reshaping.bucket = lambda names: iter([(name, reshaping.tensors[name].t()) for name in names])
+    with pytest.raises(WeightMismatch, match="holds t2 but did not hand it out"):
+        session(stub).sync(skipping, lambda: VALUES)
+    with pytest.raises(WeightMismatch, match=r"t0 came as \[8, 1\] torch.float32, declared \[1, 8\]"):
+        session(stub).sync(reshaping, lambda: VALUES)
+
+
+def test_a_tensor_without_a_writer_is_named():
+    source = Source()
+    source.held_names = lambda: frozenset(source.tensors) - {"t4"}
+    with pytest.raises(WeightMismatch, match="t4 is held by 0 ranks; exactly one must write it"):
+        session(Stub()).sync(source, lambda: VALUES)
+
+
+@pytest.mark.parametrize("trainer", [[[-1.0, -2.1], [-3.0]], [[-1.0, math.nan], [-3.0]]])
+def test_a_probe_that_disagrees_stops_the_sync(trainer):
+    stub = Stub()
+    with pytest.raises(WeightMismatch, match="probe log-probs differ"):
+        session(stub).sync(Source(), lambda: trainer)
+    assert "commit" not in stub.calls
+
+
+def test_other_tensors_than_at_the_first_sync_are_refused():
+    stub = Stub()
+    sync = session(stub)
+    sync.sync(Source(), lambda: VALUES)
+    other = Source(1)
+    other.tensors["t0"] = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match="not those of the first sync"):
+        sync.sync(other, lambda: VALUES)
+
+
+@pytest.mark.parametrize(
+    ("config", "probe", "message"),
+    [
+        ({"readback_every": 0}, PROBE, r"sync\.readback_every=0"),
+        ({"probe_max_nats": 0.0}, PROBE, r"sync\.probe_max_nats=0\.0"),
+        ({}, [], "at least one sequence"),
+        ({}, [[1]], "at least 2 tokens"),
+    ],
+)
+def test_a_session_that_could_prove_nothing_is_refused(config, probe, message):
+    with pytest.raises(ValueError, match=message):
+        WeightSync(None, SyncConfig(**config), probe_sequences=probe)
+
+
+def test_no_engine_on_rank_0_is_said():
+    with pytest.raises(ValueError, match="rank 0 was given no engine"):
+        session(None).sync(Source(), lambda: VALUES)
