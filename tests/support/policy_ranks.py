@@ -68,6 +68,8 @@ def one_update(groups, device, folder, batch, options):
     """
     options = dict(options)
     sgd, multiple = options.pop("sgd", None), options.pop("multiple", None)
+    if sgd is not None:
+        options["optimizer"] = OptimizerConfig(lr=sgd, clip_grad=0.0)
     policy = make_policy(groups, folder, **options)
     if sgd is not None:
         inner = [chunk.module for chunk in policy._chunks]
