@@ -22,10 +22,10 @@ def launch(stage: str, config: RunConfig, command: list[str]) -> int:
     validate(config, stage, local_ranks=config.layout.world)
     folder, moved = fresh_folder(config)
     if moved is not None:
-        sys.stdout.write(f"an earlier run of this name is kept in {moved}\n")
-        sys.stdout.flush()
+        _say(f"an earlier run of this name is kept in {moved}")
     folder.config.write_text(resolved_yaml(config), encoding="utf-8")
     write_launch(folder, command)
+    _say(f"{stage}: starting {config.layout.world} rank(s); logs in {folder.logs}")
     ranks = [sys.executable, "-m", "mcore_rl.rank", stage, str(folder.config)]
     outcome = run_ranks(ranks, world=config.layout.world, folder=folder, env=rank_environment(config))
     if outcome.exit_code:
@@ -33,6 +33,11 @@ def launch(stage: str, config: RunConfig, command: list[str]) -> int:
         sys.stderr.write(f"mcore-rl {stage}: {outcome.message}\n")
         sys.stderr.flush()
     return outcome.exit_code
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def rank_environment(config: RunConfig) -> dict[str, str]:

@@ -14,6 +14,7 @@ from mcore_rl.report_data import RunData
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#B8A500", "#5B4A9E", "#4D4D4D")
 INK, GRID = "#333333", "#E4E4E4"
+STAGES = ("rollout", "score", "old", "update", "sync")
 Z95 = 1.959963984540054
 
 
@@ -178,9 +179,11 @@ def draw_optimizer(data: RunData) -> Figure | None:
 
 def draw_seconds(data: RunData) -> Figure | None:
     """Where the time of each step went."""
-    stages = data.family("seconds")
-    if not stages:
+    found_stages = data.family("seconds")
+    if not found_stages:
         return None
+    order = [*(name for name in STAGES if name in found_stages), *(name for name in found_stages if name not in STAGES)]
+    stages = {name: found_stages[name] for name in order}
     figure, (axis,) = new_figure()
     base = [0.0] * len(data.rows)
     for color, (name, values) in zip(_cycled(len(stages)), stages.items(), strict=True):
