@@ -48,6 +48,8 @@ from typing import Any
 import torch
 
 MAX_RANKS = 4
+# New processes now and then: a run can leave one process group behind (see _forget_models).
+RUNS_PER_PROCESS = 32
 MOST_THREADS = 120  # a forked rank costs a tenth of a second; threads of dead groups spin
 # Imported once, in the process that the ranks are forked from.
 PRELOAD = ["torch", "megatron.core.models.gpt.gpt_model", "megatron.core.optimizer", "megatron.core.pipeline_parallel"]
@@ -89,13 +91,14 @@ def _load(path: str) -> ModuleType:
 def _forget_models() -> None:
     """Free what holds on to process groups: each has three gloo threads, which spin once their peer is gone.
 
-    The hooks of DistributedDataParallel are cycles through C++ that the garbage collector cannot see.
+    A DistributedDataParallel is held by its hooks, these by the graph of the last forward, and that by tensors its layers
+    keep: a cycle through C++ that the garbage collector cannot see.
     """
     from megatron.core.distributed import DistributedDataParallel  # noqa: PLC0415
 
     for item in gc.get_objects():
         if type(item) is DistributedDataParallel:
-            item.grad_accs.clear()
+            vars(item).clear()
     gc.collect()
 
 
@@ -147,6 +150,8 @@ class RankPool:
         if layout.world > MAX_RANKS:
             raise ValueError(f"the pool has {MAX_RANKS} ranks, the layout {layout.world}")
         self._runs += 1
+        if self._runs % RUNS_PER_PROCESS == 0:
+            self.close()
         call = {
             "file": str(Path(function.__code__.co_filename).resolve()),
             "function": function.__name__,
