@@ -66,11 +66,13 @@ def write_summary(folder: RunFolder, summary: Mapping[str, Any]) -> None:
 
 
 def summarise_failure(folder: RunFolder, exit_reason: str) -> None:
-    """Say in summary.json why the run failed; a run that wrote none gets one from whatever metrics.jsonl holds."""
+    """Put the launcher's verdict in summary.json: it saw all ranks, rank 0 may only have noticed that a peer was gone.
+
+    What rank 0 wrote itself is kept under exit_reason_rank0. A run that wrote no summary gets one from metrics.jsonl.
+    """
     if folder.summary.exists():
         written = json.loads(folder.summary.read_text(encoding="utf-8"))
-        if written.get("exit_reason") == COMPLETED:
-            write_json(folder.summary, {**written, "exit_reason": exit_reason})
+        write_json(folder.summary, {**written, "exit_reason": exit_reason, "exit_reason_rank0": written.get("exit_reason")})
         return
     rows = read_rows(folder.metrics) if folder.metrics.exists() else []
     write_summary(folder, build_summary(rows, EvalSummary(), exit_reason=exit_reason))

@@ -16,7 +16,7 @@ from mcore_rl.report_data import load_run
 from mcore_rl.report_html import number
 from mcore_rl.report_plots import wilson
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.summary import COMPLETED, EvalSummary, build_summary, write_summary
+from mcore_rl.summary import COMPLETED, EvalSummary, build_summary, summarise_failure, write_summary
 from mcore_rl.telemetry.jsonl_sink import JsonlSink
 
 LAYERS, EXPERTS, STEPS = 4, 8, 20
@@ -158,3 +158,19 @@ def test_summary_quarters_and_gaps(run):
     empty = build_summary([], EvalSummary(), exit_reason="x")
     assert empty["delta_max_abs_nats"] is None
     assert empty["accuracy_after"] is None
+
+
+def test_a_failed_run_has_a_summary_with_the_launcher_s_verdict(tmp_path):
+    folder = RunFolder(tmp_path / "failed")
+    sink = JsonlSink(folder.root)
+    sink.log_step(0, {"delta_mean_abs_nats": 2e-6, "delta_max_abs_nats": math.nan, "seconds/rollout": 1.5})
+    sink.close()
+    summarise_failure(folder, "rank 1 was killed by SIGKILL")
+    summary = json.loads(folder.summary.read_text())
+    assert summary["exit_reason"] == "rank 1 was killed by SIGKILL"
+    assert (summary["steps"], summary["seconds_by_stage"]) == (1, {"rollout": 1.5})
+    assert summary["delta_max_abs_nats"] == "NaN"
+    summarise_failure(folder, "stopped by SIGINT")
+    summary = json.loads(folder.summary.read_text())
+    assert summary["exit_reason"] == "stopped by SIGINT"
+    assert summary["exit_reason_rank0"] == "rank 1 was killed by SIGKILL"
