@@ -72,7 +72,13 @@ def assembled(config: RunConfig) -> Iterator[Parts]:
         if engine is not None:
             stack.callback(engine.close)
         tokenizer = load_tokenizer(model_path)
-        task = build_task(config.task, tokenizer, seed=config.seed, template_kwargs=config.model.chat_template_kwargs)
+        task = build_task(
+            config.task,
+            tokenizer,
+            seed=config.seed,
+            template_kwargs=config.model.chat_template_kwargs,
+            max_prompt_tokens=config.rollout.max_model_len - config.rollout.max_tokens,
+        )
         groups = initialize_groups(parallel_layout(config), config.seed)
         stack.callback(destroy_groups)
         trainer = build_trainer(config, model_path, runtime, groups)
