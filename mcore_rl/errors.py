@@ -15,5 +15,9 @@ class EngineDied(RuntimeError):
     """A rollout engine stopped answering; the message says which one and where its log is."""
 
 
+class EngineRefused(RuntimeError):
+    """A rollout engine answered, with an error. It is alive."""
+
+
 class StopRun(RuntimeError):
     """The run ends here for a named reason; nothing was lost and nothing else is wrong."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from mcore_rl.errors import EngineDied, StaleRollout, StopRun, WeightMismatch
+from mcore_rl.errors import EngineDied, EngineRefused, StaleRollout, StopRun, WeightMismatch
 
-NAMED_ERRORS = (ValueError, StopRun, EngineDied, WeightMismatch, StaleRollout)
+NAMED_ERRORS = (ValueError, StopRun, EngineDied, EngineRefused, WeightMismatch, StaleRollout)
 _PR_SET_PDEATHSIG = 1
 _PEER_GONE = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe", "tcpstore")
 

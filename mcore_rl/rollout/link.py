@@ -5,10 +5,6 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 
-class EngineRefused(RuntimeError):
-    """The engine answered, with an error. It is alive."""
-
-
 class EngineLink(Protocol):
     """Plain builtins in and out. Every call raises EngineDied when the engine is gone, EngineRefused when it says no."""
 

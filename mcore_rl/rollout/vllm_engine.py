@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mcore_rl.rollout.link import EngineLink, EngineRefused
+from mcore_rl.errors import EngineRefused
+from mcore_rl.rollout.link import EngineLink
 from mcore_rl.rollout.sampling import generation_requests, score_sampling
 from mcore_rl.types import Completion, Prompt, SamplingParams, StaleRollout, WeightMismatch
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.rollout.link import EngineRefused
+from mcore_rl.errors import EngineRefused
 from mcore_rl.types import EngineDied
 
 _POLL_S = 0.2

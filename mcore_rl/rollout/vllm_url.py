@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from mcore_rl.rollout.link import EngineRefused
+from mcore_rl.errors import EngineRefused
 from mcore_rl.types import EngineDied
 
 _GENERATE = "/inference/v1/generate"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.schema import SyncConfig
-from mcore_rl.rollout.link import EngineRefused
+from mcore_rl.errors import EngineRefused
 from mcore_rl.seams import WeightSource
 from mcore_rl.sync.buckets import Bucket, plan_buckets, slot_bytes
 from mcore_rl.sync.endpoint import SyncEndpoint

@@ -73,7 +73,7 @@ def start(folder: Path, config: Any, rollout: RolloutConfig, **arguments: Any) -
         engine_arguments(rollout, str(path), device="cpu", extension=EXTENSION) | arguments,
         environment,
         log_path=folder / "engine.log",
-        start_timeout_s=500,
+        start_timeout_s=900,
         request_timeout_s=200,
     )
     engine = VllmEngine(link, max_model_len=rollout.max_model_len)

@@ -57,7 +57,7 @@ def server(models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s
 
 
 def connect(url: str) -> VllmEngine:
-    link = UrlLink(url, start_timeout_s=500, request_timeout_s=100, max_connections=64)
+    link = UrlLink(url, start_timeout_s=900, request_timeout_s=100, max_connections=64)
     return VllmEngine(link, max_model_len=256)
 
 

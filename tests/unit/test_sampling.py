@@ -10,8 +10,8 @@ from itertools import pairwise, product
 import pytest
 
 from mcore_rl.config.schema import DType, RolloutConfig
+from mcore_rl.errors import EngineRefused
 from mcore_rl.rollout.engine_args import engine_arguments, engine_environment
-from mcore_rl.rollout.link import EngineRefused
 from mcore_rl.rollout.sampling import check_sampling, generation_requests, sample_seed
 from mcore_rl.rollout.vllm_engine import UNPROVED, VllmEngine
 from mcore_rl.rollout.vllm_server import server_command, server_environment
