@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.layer_spec import block_spec, resolve_impl
-from models.parameters import canonical_parameters
+from models.parameters import canonical_parameters, unwrapped
 from models.registry import weight_map
 from models.router_policy import RouterControl, RouterPolicy
 from models.spec import ModelSpec
@@ -179,7 +179,7 @@ def forward_packed(chunk: torch.nn.Module, token_ids: Tensor, cu_seqlens: Tensor
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=max_len, max_seqlen_kv=max_len
     )
     output = chunk(token_ids[None], None, None, packed_seq_params=packed)
-    return output[0] if output.shape[0] == 1 and output.shape[1] == token_ids.shape[0] else output
+    return output[0] if unwrapped(chunk).post_process else output
 
 
 def _check_row(token_ids: Tensor, cu_seqlens: Tensor, max_len: int) -> None:

@@ -30,7 +30,7 @@ def _canonical(name: str, layer_numbers: Sequence[int], first_expert: int) -> st
     return _EXPERT.sub(lambda m: f"mlp.experts.{int(m[1]) + first_expert}.", name)
 
 
-def _unwrapped(chunk: nn.Module) -> GPTModel:
+def unwrapped(chunk: nn.Module) -> GPTModel:
     """The GPTModel inside Megatron's wrappers."""
     inner: Any = chunk
     while not isinstance(inner, GPTModel):
@@ -45,7 +45,7 @@ def canonical_parameters(
     experts = 0 if spec.moe is None else spec.moe.num_experts // layout.ep * layout.coordinates(rank).ep
     found: dict[str, nn.Parameter] = {}
     for chunk in chunks:
-        model = _unwrapped(chunk)
+        model = unwrapped(chunk)
         numbers = [int(layer.layer_number) - 1 for layer in model.decoder.layers]  # pyright: ignore[reportArgumentType]
         for name, parameter in model.named_parameters():
             canonical = _canonical(name, numbers, experts)

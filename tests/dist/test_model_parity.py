@@ -56,6 +56,17 @@ def narrowest_margin(logits, top_k):
     return float((ranked[:, top_k - 1] - ranked[:, top_k]).min())
 
 
+@pytest.mark.parametrize("layout", [ONE, PP2, EP2], ids=str)
+def test_a_row_of_one_token(ranks, checkpoints, layout):
+    """What a data-parallel rank that has fewer sequences than the others runs."""
+    folder, model = checkpoints["qwen3_moe"]
+    row = torch.tensor([5])
+    results = ranks.run(logits_on_rank, layout, str(folder), [[row]] * layout.dp)
+    (want,) = transformers_logits(model, [row])
+    for ours in results[layout.pp - 1 :]:
+        assert (ours[0] - want).abs().max() <= 1e-4
+
+
 def test_probabilities_that_are_not_renormalised(ranks, tmp_path):
     model = write_tiny(tmp_path, "qwen3_moe", norm_topk_prob=False)
     rows = sequences(LENGTHS[0], seed=0)
