@@ -54,5 +54,5 @@ chaos: env  ## failures injected while a run is under way
 	@$(BIN)/python tools/run_tests.py chaos
 
 clean:  ## remove environments and caches; runs/ and the wheel cache stay
-	rm -rf .venv .venv312 dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv312 .venv-trl dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find mcore_rl models parallel tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
