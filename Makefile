@@ -44,13 +44,13 @@ fmt: env  ## format and sort imports
 bench: env  ## time a GSPO step against TRL's
 	@$(BIN)/python tools/run_tests.py bench
 
-soak: env  ## long runs
+soak: env  ## long runs (none yet)
 	@$(BIN)/python tools/run_tests.py soak
 
-parity: env  ## comparisons against other implementations
+parity: env  ## logits and exports against transformers, one update across parallel layouts
 	@$(BIN)/python tools/run_tests.py parity
 
-chaos: env  ## failures injected while a run is under way
+chaos: env  ## engines killed in generation and in a sync, Ctrl-C
 	@$(BIN)/python tools/run_tests.py chaos
 
 clean:  ## remove environments and caches; runs/ and the wheel cache stay
