@@ -50,7 +50,7 @@ soak: env  ## long runs (none yet)
 parity: env  ## logits and exports against transformers, one update across parallel layouts
 	@$(BIN)/python tools/run_tests.py parity
 
-chaos: env  ## engines killed in generation and in a sync, Ctrl-C
+chaos: env  ## engines killed in generation and in a sync, slow starts, orphans
 	@$(BIN)/python tools/run_tests.py chaos
 
 clean:  ## remove environments and caches; runs/ and the wheel cache stay
