@@ -69,10 +69,11 @@ def readback_names(metadata: Sequence[TensorMeta], sync_index: int, every: int) 
 
 def check_readback(engine: str, expected: Mapping[str, Sequence[str]], found: Mapping[str, Sequence[str]]) -> None:
     """The engine computes with the trainer's numbers, bit for bit (WeightMismatch naming the tensors)."""
-    unequal = [name for name, digests in expected.items() if list(found.get(name, ())) != list(digests)]
+    names = [*expected, *(name for name in found if name not in expected)]
+    unequal = [name for name in names if list(found.get(name, ())) != list(expected.get(name, ()))]
     if unequal:
         raise WeightMismatch(
-            f"{engine}: {len(unequal)} of {len(expected)} tensors read back differ from the trainer's: {_some(unequal)}"
+            f"{engine}: {len(unequal)} of {len(names)} tensors read back differ from the trainer's: {_some(unequal)}"
         )
 
 

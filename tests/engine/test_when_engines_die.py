@@ -68,7 +68,7 @@ def test_a_child_that_cannot_start_says_where_to_look(tmp_path):
         engine_arguments(rollout, str(tmp_path / "no-model"), device="cpu"),
         engine_environment(rollout, device="cpu"),
         log_path=tmp_path / "engine.log",
-        start_timeout_s=300,
+        start_timeout_s=900,
         request_timeout_s=10,
     )
     with pytest.raises(EngineDied, match=rf"log {tmp_path}/engine.log\) died during 'start': exit code 1; last line: .*no-model"):

@@ -196,6 +196,8 @@ def test_read_back_compares_every_region():
     for found in ({"a": ["1", "3"]}, {"a": ["1"]}, {}):
         with pytest.raises(WeightMismatch, match="1 of 1 tensors read back differ from the trainer's: a"):
             check_readback("engine", {"a": ["1", "2"]}, found)
+    with pytest.raises(WeightMismatch, match="1 of 2 tensors read back differ from the trainer's: b"):
+        check_readback("engine", {"a": ["1"]}, {"a": ["1"], "b": ["2"]})  # nobody on the trainer's side vouches for b
 
 
 def test_probe_values():
