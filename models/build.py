@@ -140,12 +140,12 @@ def build_model(spec: ModelSpec, groups: ProcessGroups, options: BuildOptions) -
 
 
 def _keep_own_dtypes(chunks: list[GPTModel], spec: ModelSpec, groups: ProcessGroups) -> None:
-    """A router that the checkpoint stores in another dtype than the rest (fp32 beside bf16) keeps it."""
+    """A router that the checkpoint stores in fp32 beside bf16 weights stays in fp32, whatever the model is built in."""
     parameters = canonical_parameters(chunks, spec, groups.layout, dist.get_rank())
     for rule in weight_map(spec):
-        if rule.own_dtype and rule.megatron in parameters and rule.tensors[0].dtype is not spec.dtype:
+        if rule.own_dtype and rule.megatron in parameters and rule.tensors[0].dtype is torch.float32:
             parameter = parameters[rule.megatron]
-            parameter.data = parameter.data.to(rule.tensors[0].dtype)
+            parameter.data = parameter.data.float()
 
 
 def _chunk(spec: ModelSpec, config: TransformerConfig, block: Any, groups: ProcessGroups, stage: int) -> GPTModel:
