@@ -1,7 +1,11 @@
 """The pool of ranks itself: right layouts, fresh state, failures that name the rank, no process left behind."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,3 +95,37 @@ def test_deadline_and_death_are_failures(ranks):
         ranks.run(sleep, ParallelLayout(), 30, deadline_s=0.5)
     with pytest.raises(RankFailure, match="rank 0 died without an answer"):
         ranks.run(die, ParallelLayout())
+
+
+PARENT = """
+import sys
+from rank_pool import RankPool
+from parallel.layout import ParallelLayout
+
+def quiet(groups, device):
+    return None
+
+if __name__ == "__main__":
+    pool = RankPool()
+    pool.run(quiet, ParallelLayout(world=2), deadline_s=300)
+    print(*pool.pids(), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_ranks_die_with_their_parent(tmp_path):
+    root = Path(__file__).parents[2]
+    program = tmp_path / "parent.py"
+    program.write_text(PARENT)
+    environment = dict(os.environ, PYTHONPATH=f"{root}:{root / 'tests' / 'support'}")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    parent = subprocess.Popen([sys.executable, str(program)], env=environment, **pipes)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    end = time.monotonic() + 30
+    while time.monotonic() < end and any(Path(f"/proc/{pid}").exists() for pid in pids):
+        time.sleep(0.1)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

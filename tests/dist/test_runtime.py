@@ -13,12 +13,15 @@ from parallel.runtime import Rendezvous, resolve_device, torchrun_rendezvous
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
+import ctypes
 import json
+import signal
 from pathlib import Path
 import torch
 import torch.distributed as dist
 from parallel.runtime import start_runtime, stop_runtime
 from parallel import cpu_megatron
+ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # with its parent, when the test gives up waiting
 runtime = start_runtime("cpu")
 total = torch.tensor([runtime.rank + 1.0])
 dist.all_reduce(total)
