@@ -22,6 +22,7 @@ from mcore_rl.types import EngineDied
 _POLL_S = 0.2
 _CLOSE_S = 10.0
 _PING_S = 30.0
+_EXIT_S = 5.0
 
 
 class OwnedLink:
@@ -155,6 +156,8 @@ class OwnedLink:
         return answer["result"]
 
     def _died(self, op: str) -> EngineDied:
+        with suppress(subprocess.TimeoutExpired):  # the pipe closes a moment before the exit code is known
+            self._process.wait(_EXIT_S)
         self._kill()
         code = self._process.returncode
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

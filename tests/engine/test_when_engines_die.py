@@ -20,6 +20,7 @@ from mcore_rl.rollout.vllm_owned import OwnedLink
 from mcore_rl.types import EngineDied, Prompt, SamplingParams
 
 LIMIT_S = 60
+ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [Prompt(f"p{i}", tuple(range(3 + i, 30 + i)), "", "") for i in range(8)]
 LONG = SamplingParams(temperature=1.0, max_tokens=200, stop_token_ids=(), samples_per_prompt=8)
 
@@ -62,29 +63,31 @@ def test_killed_in_a_sync(dense_ready):
     assert not list(Path("/dev/shm").glob(f"mcore_rl_sync_{os.getpid()}_*"))
 
 
-def test_a_child_that_cannot_start_says_where_to_look(tmp_path):
-    rollout = RolloutConfig()
-    link = OwnedLink(
-        engine_arguments(rollout, str(tmp_path / "no-model"), device="cpu"),
-        engine_environment(rollout, device="cpu"),
-        log_path=tmp_path / "engine.log",
-        start_timeout_s=900,
+def stand_in(folder: Path, body: str, start_timeout_s: float) -> OwnedLink:
+    """A link whose child finds a package `vllm` that does `body` when imported."""
+    (folder / "vllm").mkdir()
+    (folder / "vllm" / "__init__.py").write_text(body)
+    environment = engine_environment(RolloutConfig(), device="cpu")
+    environment["PYTHONPATH"] = f"{folder}:{environment['PYTHONPATH']}"
+    return OwnedLink(
+        engine_arguments(RolloutConfig(), "nowhere", device="cpu"),
+        environment,
+        log_path=folder / "engine.log",
+        start_timeout_s=start_timeout_s,
         request_timeout_s=10,
     )
-    with pytest.raises(EngineDied, match=rf"log {tmp_path}/engine.log\) died during 'start': exit code 1; last line: .*no-model"):
+
+
+def test_a_child_that_cannot_start_says_where_to_look(tmp_path):
+    link = stand_in(tmp_path, "raise RuntimeError('no kernel for this machine')", 300)
+    died = rf"log {tmp_path}/engine.log\) died during 'start': exit code 1; last line: RuntimeError: no kernel for this machine"
+    with pytest.raises(EngineDied, match=died):
         link.wait_ready()
     link.close()
 
 
 def test_too_slow_a_start_is_stopped(tmp_path):
-    rollout = RolloutConfig()
-    link = OwnedLink(
-        engine_arguments(rollout, str(tmp_path), device="cpu"),
-        engine_environment(rollout, device="cpu"),
-        log_path=tmp_path / "engine.log",
-        start_timeout_s=0.5,
-        request_timeout_s=10,
-    )
+    link = stand_in(tmp_path, "import time; time.sleep(100)", 0.5)
     with pytest.raises(EngineDied, match="did not answer 'start' within"):
         link.wait_ready()
     assert not psutil.pid_exists(link.pid)
@@ -96,9 +99,11 @@ from pathlib import Path
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.engine_args import engine_arguments, engine_environment
 from mcore_rl.rollout.vllm_owned import OwnedLink
-r = RolloutConfig()
-link = OwnedLink(engine_arguments(r, "nowhere", device="cpu"), engine_environment(r, device="cpu"),
-                 log_path=Path(sys.argv[1]), start_timeout_s=100, request_timeout_s=100)
+folder = Path(sys.argv[1])
+environment = engine_environment(RolloutConfig(), device="cpu")
+environment["PYTHONPATH"] = f"{folder}:{environment['PYTHONPATH']}"
+link = OwnedLink(engine_arguments(RolloutConfig(), "nowhere", device="cpu"), environment,
+                 log_path=folder / "engine.log", start_timeout_s=100, request_timeout_s=100)
 print(link.pid, flush=True)
 time.sleep(100)
 """
@@ -106,14 +111,17 @@ time.sleep(100)
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_child_goes_with_its_parent(tmp_path, ending):
-    """As a rank of torchrun would start it; the child has not finished importing vllm."""
-    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
-    command = [sys.executable, "-c", PARENT, str(tmp_path / "engine.log")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env) as parent:
+    """As a rank of torchrun would start it; the child is busy (importing vllm) and reads nothing."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("import time; open('busy', 'w').close(); time.sleep(300)")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
+    command = [sys.executable, "-c", PARENT, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, cwd=tmp_path) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         seen = child.environ()
-        time.sleep(1.0)
+        while not (tmp_path / "busy").exists():
+            time.sleep(0.1)
         parent.send_signal(ending)
         parent.wait(20)
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & set(seen)
