@@ -65,7 +65,9 @@ class MegatronPolicy:
         self._groups = groups
         self._steps = 0
         self._device = next(chunks[0].parameters()).device
-        self._weights = PolicyWeights(ModelWeights(chunks, spec, groups), lambda: self.version)
+        # A bf16 checkpoint trained in fp32 is synced in fp32: rounding it would be another policy.
+        dtype = torch.float32 if all(p.dtype is torch.float32 for chunk in chunks for p in chunk.parameters()) else None
+        self._weights = PolicyWeights(ModelWeights(chunks, spec, groups, dtype=dtype), lambda: self.version)
         self._readout = Readout(spec.vocab_size, tp_group=groups.tp, temperature=settings.temperature)
         self._plan = _row_plan(groups, settings, self._device)
         self._chunks = build_ddp(chunks, groups)
