@@ -232,7 +232,7 @@ def test_a_skipped_sync_is_caught_before_its_rollout_is_used(moe):
     """The trainer steps to version 1 and nobody syncs."""
     moe.sync("a", 0)
     completions = moe.engine.generate([PROMPT], SAMPLING)
-    with pytest.raises(StaleRollout, match="version 0, the policy is at 1"):
+    with pytest.raises(StaleRollout, match="version 0; the trainer holds 1"):
         check_completions([PROMPT], completions, version=1, samples_per_prompt=2)
 
 
