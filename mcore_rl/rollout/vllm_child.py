@@ -72,7 +72,7 @@ class Engine:
         return True
 
     def _run(self, requests: list[dict[str, Any]]) -> list[Any]:
-        prompts = [{"prompt_token_ids": request["token_ids"]} for request in requests]
+        prompts: Any = [{"prompt_token_ids": request["token_ids"]} for request in requests]
         sampling = [self._vllm.SamplingParams(**request["sampling"]) for request in requests]
         return self._llm.generate(prompts, sampling, use_tqdm=False)
 

@@ -104,7 +104,8 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
         """Check and load one bucket, then own whatever the loader still holds: the sender reuses the slot."""
         tensors = list(self._checked(update_info))
-        loaded = self.model.load_weights(iter(tensors))
+        model: Any = self.model  # torch types an unknown attribute of a module as a tensor
+        loaded = model.load_weights(iter(tensors))
         self.received.parameters |= set(loaded or ())
         self.received.names += [name for name, _ in tensors]
         self._own_buffered()
