@@ -53,7 +53,7 @@ class Side:
                 if line.startswith(case.MARK):
                     return json.loads(line.removeprefix(case.MARK))
                 log.write(line)
-        raise SystemExit(f"{self.name} ended early; its log is {self.log}")
+        raise SystemExit(f"{self.name} ended early (exit status {talker.wait()}); its log is {self.log}")
 
     def step(self) -> None:
         """Order one step and keep its figures."""

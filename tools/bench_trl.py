@@ -90,6 +90,7 @@ def settings(out: str) -> GRPOConfig:
         generation_kwargs={"min_new_tokens": COMPLETION_TOKENS},
         temperature=1.0,
         beta=0.0,
+        router_aux_loss_coef=0.0,
         importance_sampling_level="sequence",
         loss_type="grpo",
         epsilon=CLIP_LOW,
