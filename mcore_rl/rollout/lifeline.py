@@ -27,9 +27,9 @@ def become_root() -> None:
 
 
 def follow_root() -> None:
-    """In a vLLM worker: exit when the marked process is gone. vLLM's engine core ends when a worker does.
+    """In a vLLM worker: end this process and the engine core above it when the marked process is gone.
 
-    vLLM alone leaves engine core and workers behind when its API server or its parent is killed.
+    vLLM alone leaves engine core and workers behind when its API server is killed.
     """
     root = int(os.environ.get(ROOT_VARIABLE, "0"))
     if root not in (0, os.getpid()):
@@ -43,6 +43,16 @@ def _watch_parent(parent: int) -> None:
 
 
 def _watch_root(root: psutil.Process) -> None:
-    while root.is_running() and root.status() != psutil.STATUS_ZOMBIE:
+    core = os.getppid()
+    while _lives(root):
         time.sleep(_POLL_S)
+    if os.getppid() == core != root.pid:
+        os.kill(core, signal.SIGKILL)
     os._exit(1)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

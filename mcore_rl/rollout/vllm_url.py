@@ -40,9 +40,10 @@ class UrlLink:
         self._url = url.rstrip("/")
         self._start_timeout_s = start_timeout_s
         self._timeout = httpx.Timeout(request_timeout_s, connect=_CONNECT_S)
-        self._limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
+        # No connection is kept: the server drops idle ones and those of a failed request, which would look like its death.
+        self._limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=0)
         # trust_env off: a proxy for the internet has no business between a run and its engine.
-        self._client = httpx.Client(base_url=self._url, timeout=self._timeout, trust_env=False)
+        self._client = httpx.Client(base_url=self._url, timeout=self._timeout, limits=self._limits, trust_env=False)
         self._ready = False
 
     def wait_ready(self) -> None:
