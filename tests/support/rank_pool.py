@@ -144,7 +144,7 @@ class RankPool:
         self._runs = 0
 
     def run(
-        self, function: Callable[..., Any], layout: Any, *args: Any, seed: int = 1234, deadline_s: float = 120.0, **kwargs: Any
+        self, function: Callable[..., Any], layout: Any, *args: Any, seed: int = 1234, deadline_s: float = 300.0, **kwargs: Any
     ) -> list[Any]:
         """Call `function(groups, device, *args, **kwargs)` in every rank of `layout`; the results in rank order."""
         if layout.world > MAX_RANKS:
