@@ -38,6 +38,8 @@ def serve(limit_s: int) -> None:
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # The first comparison builds parsers and caches; without it here a slow machine would charge that to a sample.
+    same_by_math_verify(r"\sqrt{4}", "2")
     replies.write("ready\n")
     replies.flush()
     for line in sys.stdin:
