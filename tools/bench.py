@@ -32,6 +32,7 @@ TRL_PINS = ROOT / "requirements" / "trl.txt"
 CORES = len(os.sched_getaffinity(0))
 WORLD = 2
 TARGET = 0.8
+BUSY_LOAD = 0.5
 
 
 @dataclass
@@ -168,7 +169,7 @@ def start_trl(checkpoint: Path, prompts: Path) -> Side:
     return start("trl", [command], [{"OMP_NUM_THREADS": str(CORES)}])
 
 
-def report(ours: Side, trl: Side, parameters: int) -> bool:
+def report(ours: Side, trl: Side, parameters: int, load: float) -> bool:
     """Print and write the figures; True when ours is not slower."""
     medians = {side.name: statistics.median(side.seconds()[case.WARM_UPS :]) for side in (ours, trl)}
     ratio = medians["ours"] / medians["trl"]
@@ -179,7 +180,7 @@ def report(ours: Side, trl: Side, parameters: int) -> bool:
         "cores": CORES,
         "steps": case.STEPS,
         "warm_ups": case.WARM_UPS,
-        "load_average": os.getloadavg(),
+        "load_average_before": load,
         "seconds_median": medians,
         "ratio": ratio,
         "stages_ours_s": stages,
@@ -190,6 +191,8 @@ def report(ours: Side, trl: Side, parameters: int) -> bool:
     print(
         f"\n{parameters:,} parameters, {CORES} cores, median of {case.STEPS} steps after {case.WARM_UPS} warm-ups, taken in turns"
     )
+    if load > BUSY_LOAD:
+        print(f"NOT VALID: the machine was busy before the start (load average {load:.1f}); run again when it is idle")
     print(f"ours {medians['ours']:.3f} s, TRL {medians['trl']:.3f} s a step: ratio {ratio:.2f}")
     print("ours by stage: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in stages.items()))
     print("TRL by stage: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in trl.stages().items()))
@@ -203,6 +206,7 @@ def report(ours: Side, trl: Side, parameters: int) -> bool:
 
 def main() -> None:
     """Command line."""
+    load = os.getloadavg()[0]
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     checkpoint, prompts = write_case()
@@ -216,7 +220,7 @@ def main() -> None:
         for _ in range(case.WARM_UPS + case.STEPS):
             trl.step()
             ours.step()
-        faster = report(ours, trl, int(str(sizes[0])))
+        faster = report(ours, trl, int(str(sizes[0])), load)
     finally:
         for side in sides:
             side.end()
