@@ -113,7 +113,7 @@ def write_case() -> tuple[Path, Path]:
 
 
 def write_config(checkpoint: Path) -> Path:
-    """The run's configuration: an ordinary one, nothing switched off but the pictures."""
+    """The run's configuration: an ordinary one without evaluation; `python tools/bench.py key=value ...` changes it."""
     overrides = {
         "name": "bench/ours",
         "out_dir": str(ROOT / "runs"),
@@ -136,7 +136,7 @@ def write_config(checkpoint: Path) -> Path:
         "telemetry.progress": False,
     }
     path = FOLDER / "config.yaml"
-    path.write_text(resolved_yaml(compose_config([f"{key}={value}" for key, value in overrides.items()])))
+    path.write_text(resolved_yaml(compose_config([*(f"{key}={value}" for key, value in overrides.items()), *sys.argv[1:]])))
     return path
 
 
