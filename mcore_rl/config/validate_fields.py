@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from mcore_rl.config.schema import DType, EngineKind, OptimizerConfig, Placement, RouterMode, RunConfig
 
+MAX_HELD_OUT_PROMPTS = 100_000
 WANDB_MODES = ("offline", "online", "disabled")
 BF16_PROBE_FLOOR_NATS = 1e-2
 
@@ -170,7 +171,9 @@ def _sft(config: RunConfig) -> None:
 
 
 def _evaluation(config: RunConfig) -> None:
-    _at_least(1, [("eval.prompts", config.eval.prompts)])
+    prompts, most = config.eval.prompts, MAX_HELD_OUT_PROMPTS
+    _at_least(1, [("eval.prompts", prompts)])
+    require(prompts <= most, f"eval.prompts={prompts}", f"at most {most:,}: every one is drawn before the run starts")
     _at_least(100, [("eval.bootstrap_samples", config.eval.bootstrap_samples)])
 
 

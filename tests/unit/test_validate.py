@@ -36,6 +36,7 @@ def test_stages_differ_in_what_they_need():
 
 
 FIELDS = {
+    "eval.prompts=100000000": ["eval.prompts=100000000", "at most 100,000"],
     "resume=runs/x": ["resume=runs/x", "not available"],
     "rollout.engine=trainer": ["rollout.engine=trainer", "not available yet"],
     "rollout.max_engine_restarts=1": ["rollout.max_engine_restarts=1", "not available yet"],
