@@ -6,7 +6,7 @@ A `ModelSpec` comes from a Hugging Face `config.json` through `models.registry`;
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,6 +67,53 @@ class MoeSpec:
     top_k: int
     ffn_size: int
     norm_topk_prob: bool
+
+
+@dataclass(frozen=True)
+class DeltaNetSpec:
+    """Sizes of a GatedDeltaNet layer; each key head serves num_v_heads / num_k_heads value heads.
+
+    conv_width: taps of the causal depthwise convolution over q, k and v.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    conv_width: int = 4
+
+    def __post_init__(self) -> None:
+        """ValueError when the value heads do not divide among the key heads."""
+        if self.num_v_heads % self.num_k_heads:
+            raise ValueError(
+                f"linear_num_value_heads = {self.num_v_heads} is no multiple of linear_num_key_heads = {self.num_k_heads}"
+            )
+
+    @property
+    def key_size(self) -> int:
+        """Channels of q, and of k."""
+        return self.num_k_heads * self.k_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Channels of v, and of the output gate z."""
+        return self.num_v_heads * self.v_head_dim
+
+    @property
+    def conv_sections(self) -> tuple[int, int, int]:
+        """Channels of the convolution: q, k, v."""
+        return self.key_size, self.key_size, self.value_size
+
+    @property
+    def projection_sections(self) -> tuple[int, int, int, int, int, int]:
+        """Rows of the input projection: q, k, v, z, b (write strength), a (decay)."""
+        return self.key_size, self.key_size, self.value_size, self.value_size, self.num_v_heads, self.num_v_heads
+
+    def part(self, size: int) -> DeltaNetSpec:
+        """What one of `size` ranks holds; ValueError when the key heads do not divide."""
+        if self.num_k_heads % size:
+            raise ValueError(f"linear_num_key_heads = {self.num_k_heads} does not divide over {size} ranks")
+        return replace(self, num_k_heads=self.num_k_heads // size, num_v_heads=self.num_v_heads // size)
 
 
 @dataclass(frozen=True)
