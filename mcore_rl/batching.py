@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +48,9 @@ def build_rollout_batch(
 ) -> RolloutBatch:
     """Check what came back against what was sent, then lay it out for training.
 
+    A sample whose reward failed keeps its place with no trained token and advantage 0; its group's baseline is that of
+    the others alone.
+
     StaleRollout: sampled with weights of another version. ValueError names the sample that is malformed, lost or doubled.
     """
     check_completions(prompts, completions, version=version, samples_per_prompt=samples_per_prompt)
@@ -55,16 +58,36 @@ def build_rollout_batch(
         raise ValueError(f"{len(completions)} completions but {len(scores)} scores")
     names = [sample_id(c) for c in completions]
     tokens = response_batch([c.prompt_token_ids for c in completions], [c.token_ids for c in completions], names)
+    tokens = without_failed(tokens, scores)
     prompt_ids = tuple(c.prompt_id for c in completions)
-    advantages = compute_advantages(
-        [score.reward for score in scores],
-        prompt_ids,
-        tokens.sample_ids,
+    kept = scored_positions(scores)
+    found = compute_advantages(
+        [scores[i].reward for i in kept],
+        [prompt_ids[i] for i in kept],
+        [tokens.sample_ids[i] for i in kept],
         baseline=algorithm.baseline,
         ddof=algorithm.ddof,
     )
+    values = torch.zeros(len(scores))
+    values[kept] = found.values
+    advantages = replace(found, values=values)
     sampler = tuple(torch.tensor([0.0] * len(c.prompt_token_ids) + list(c.logprobs)) for c in completions)
     return RolloutBatch(tokens, prompt_ids, sampler, advantages)
+
+
+def scored_positions(scores: Sequence[Score]) -> list[int]:
+    """Positions of the samples that have a reward. ValueError when none has."""
+    kept = [position for position, score in enumerate(scores) if score.failure is None]
+    if not kept:
+        raise ValueError(f"none of the {len(scores)} samples of this batch has a reward: every reward call failed")
+    return kept
+
+
+def without_failed(tokens: TokenBatch, scores: Sequence[Score]) -> TokenBatch:
+    """The same sequences, those whose reward failed without a trained token."""
+    pairs = zip(tokens.loss_mask, scores, strict=True)
+    masks = tuple(mask if score.failure is None else torch.zeros_like(mask) for mask, score in pairs)
+    return TokenBatch(tokens.token_ids, masks, tokens.sample_ids)
 
 
 def response_batch(

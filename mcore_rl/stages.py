@@ -105,10 +105,12 @@ def advantages(
 
 
 def shuffled(scores: Sequence[Score], seed: int, step: int) -> list[Score]:
-    """The control: the batch's scores dealt to its samples at random, a function of (seed, step)."""
-    dealt = list(scores)
+    """The control: the batch's scores dealt to its scored samples at random, a function of (seed, step)."""
+    places = [place for place, score in enumerate(scores) if score.failure is None]
+    dealt = [scores[place] for place in places]
     random.Random(f"{seed}/{step}/shuffled-rewards").shuffle(dealt)
-    return dealt
+    given = dict(zip(places, dealt, strict=True))
+    return [given.get(place, score) for place, score in enumerate(scores)]
 
 
 def with_old_logprobs(run: Run, updates: Sequence[TrainBatch]) -> tuple[TrainBatch, ...]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.group_stats import group_statistics
-from mcore_rl.batching import RolloutBatch
+from mcore_rl.batching import RolloutBatch, scored_positions
+from mcore_rl.rewards.statistics import component_statistics, failure_counts
 from mcore_rl.telemetry.mismatch import delta_statistics
 from mcore_rl.types import Completion, Prompt, RoutingLayer, Score, SyncReport, TrainBatch, UpdateReport
 
@@ -49,12 +50,15 @@ def old_logprobs(update: TrainBatch, report: UpdateReport) -> tuple[Tensor, ...]
 
 
 def _group_metrics(outcome: StepOutcome) -> dict[str, float]:
-    return group_statistics(
-        [score.reward for score in outcome.scores],
-        [score.correct for score in outcome.scores],
-        outcome.rollout.prompt_ids,
-        outcome.rollout.tokens.sample_ids,
+    """Over the samples that have a reward; how many have none, and why, stands beside it."""
+    kept, rollout = scored_positions(outcome.scores), outcome.rollout
+    found = group_statistics(
+        [outcome.scores[i].reward for i in kept],
+        [outcome.scores[i].correct for i in kept],
+        [rollout.prompt_ids[i] for i in kept],
+        [rollout.tokens.sample_ids[i] for i in kept],
     )
+    return {**found, **failure_counts(outcome.scores), **component_statistics([outcome.scores[i] for i in kept])}
 
 
 def _response_metrics(outcome: StepOutcome) -> dict[str, float]:
@@ -68,6 +72,7 @@ def _response_metrics(outcome: StepOutcome) -> dict[str, float]:
         "resp_len_mean_tokens": sum(lengths) / count,
         "resp_len_p50_tokens": float(lengths[count // 2]),
         "tokens_per_correct": sum(lengths) / correct if correct else math.inf,
+        "duplicate_prompts": float(len(outcome.prompts) - len({prompt.question for prompt in outcome.prompts})),
         "drop/zero_variance_groups": float(outcome.rollout.advantages.zero_variance_groups),
         "drop/singleton_groups": float(outcome.rollout.advantages.singleton_groups),
     }
@@ -145,6 +150,7 @@ def rollout_records(outcome: StepOutcome) -> list[dict[str, object]]:
                 "finish_reason": completion.finish_reason,
                 "weight_version": completion.version,
                 "reward": score.reward,
+                "reward_failure": score.failure,
                 "correct": score.correct,
                 "extracted": score.extracted,
                 "format_ok": score.format_ok,
@@ -163,5 +169,5 @@ def _delta_by_sample(outcome: StepOutcome) -> dict[str, float]:
         for index, name in enumerate(update.tokens.sample_ids):
             sampler = update.sampler_logprobs[index] if update.sampler_logprobs else torch.full_like(old[index], math.nan)
             gap = (old[index] - sampler)[update.tokens.loss_mask[index]]
-            gaps[name] = float(gap.abs().max())
+            gaps[name] = float(gap.abs().max()) if gap.numel() else math.nan
     return gaps

@@ -6,7 +6,7 @@ Everything here is plain data: no Megatron, no vLLM, no process group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -71,13 +71,21 @@ class Completion:
 
 @dataclass(frozen=True)
 class Score:
-    """What the task thinks of one completion. `correct` is the verdict; `reward` may be graded."""
+    """What the task thinks of one completion. `correct` is the verdict; `reward` may be graded.
+
+    goal: the task's own measure in [0, 1] (F1), before any gate. components: what each term of the reward paid.
+    failure: why a reward function gave no reward (timeout, crash, error); reward is NaN then, and the sample is out of
+    its group's statistics, of the baseline and of the loss.
+    """
 
     reward: float
     correct: bool
     extracted: str | None
     format_ok: bool
     truncated: bool
+    goal: float = 0.0
+    components: Mapping[str, float] = field(default_factory=dict[str, float])
+    failure: str | None = None
 
 
 @dataclass(frozen=True)
