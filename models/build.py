@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.layer_spec import block_spec, resolve_impl
+from models.ownership import layers_of
 from models.parameters import canonical_parameters, unwrapped
 from models.registry import weight_map
 from models.router_policy import RouterControl, RouterPolicy
 from models.spec import ModelSpec
 from models.split_marks import mark_split_weights
+from parallel.context import shard_sequence
 from parallel.groups import ProcessGroups
 from parallel.layout import ParallelLayout
 
@@ -37,13 +39,11 @@ class BuildOptions:
 def check_buildable(spec: ModelSpec, layout: ParallelLayout, options: BuildOptions) -> None:
     """ValueError naming the key for what the layout, Megatron or the policy cannot do; needs no process group."""
     layout.validate(spec.dims())
-    impl = resolve_impl(options.impl, options.device)
+    resolve_impl(options.impl, options.device)
     if spec.moe is None and options.router.mode != "plain":
         raise ValueError(f"router.mode = {options.router.mode} needs a mixture-of-experts model; {spec.architecture} is dense")
     if spec.moe is not None and spec.moe.top_k == 1 and spec.moe.norm_topk_prob:
         raise ValueError("num_experts_per_tok = 1 with norm_topk_prob = true gives the router no gradient; it is not supported")
-    if layout.cp > 1 and impl == "local":
-        raise ValueError(f"layout.cp = {layout.cp} needs TransformerEngine (model.impl=te on a GPU); use layout.cp=1")
 
 
 def transformer_config(spec: ModelSpec, layout: ParallelLayout, options: BuildOptions) -> TransformerConfig:
@@ -59,6 +59,8 @@ def transformer_config(spec: ModelSpec, layout: ParallelLayout, options: BuildOp
         normalization="RMSNorm",
         layernorm_epsilon=spec.norm_eps,
         qk_layernorm=spec.qk_norm,
+        attention_output_gate=spec.attention_gate,
+        layernorm_zero_centered_gamma=spec.zero_centered_norms,
         add_bias_linear=False,
         add_qkv_bias=spec.qkv_bias,
         gated_linear_unit=True,
@@ -94,6 +96,9 @@ def _parallel_fields(layout: ParallelLayout) -> dict[str, Any]:
         "expert_tensor_parallel_size": layout.etp,
         "context_parallel_size": layout.cp,
         "sequence_parallel": layout.sp and layout.tp > 1,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        # With both given and no stage between them, Megatron divides by the number of stages between them.
+        "num_layers_in_last_pipeline_stage": None if layout.pp == 2 and layout.first_stage_layers else layout.last_stage_layers,
     }
 
 
@@ -112,6 +117,9 @@ def _expert_fields(spec: ModelSpec, options: BuildOptions, *, te: bool) -> dict[
         "num_moe_experts": spec.moe.num_experts,
         "moe_router_topk": spec.moe.top_k,
         "moe_ffn_hidden_size": spec.moe.ffn_size,
+        "moe_layer_freq": [int(spec.has_experts(layer)) for layer in range(spec.num_layers)],
+        "moe_shared_expert_intermediate_size": spec.moe.shared_ffn_size,
+        "moe_shared_expert_gate": spec.moe.shared_ffn_size is not None,
         "moe_router_pre_softmax": not spec.moe.norm_topk_prob,
         "moe_router_score_function": "softmax",
         "moe_router_dtype": "fp32" if options.dtype is torch.bfloat16 else None,
@@ -130,9 +138,12 @@ def build_model(spec: ModelSpec, groups: ProcessGroups, options: BuildOptions) -
     check_buildable(spec, layout, options)
     config = transformer_config(spec, layout, options)
     stream = (groups.at.dp, groups.at.cp, groups.at.tp if config.sequence_parallel else 0)
-    layers = spec.num_layers // (layout.pp * layout.chunks)
-    block = block_spec(config, resolve_impl(options.impl, options.device), RouterControl(options.router, stream), layers)
-    chunks = [_chunk(spec, config, block, groups, stage) for stage in range(layout.chunks)]
+    impl, control = resolve_impl(options.impl, options.device), RouterControl(options.router, stream)
+    chunks = []
+    for stage in range(layout.chunks):
+        layers = layers_of(spec, layout, groups.at.pp, stage)
+        block = block_spec(config, spec, layers, impl=impl, control=control)
+        chunks.append(_chunk(spec, config, block, groups, stage))
     mark_split_weights(chunks)
     if spec.other_dtypes:
         _keep_own_dtypes(chunks, spec, groups)
@@ -160,6 +171,7 @@ def _chunk(spec: ModelSpec, config: TransformerConfig, block: Any, groups: Proce
         share_embeddings_and_output_weights=spec.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=int(spec.rope.theta),
+        rotary_percent=spec.rope.fraction,
         pg_collection=groups.megatron,
         vp_stage=None if layout.vpp is None else stage,
     )
@@ -171,15 +183,18 @@ def forward_packed(chunk: torch.nn.Module, token_ids: Tensor, cu_seqlens: Tensor
     """Run one packed row of whole sequences through a chunk; every caller's only way in.
 
     token_ids: int64 [T]; cu_seqlens: int32 [S + 1], segment borders from 0 to T, no empty segment; max_len: longest segment.
-    Positions restart at 0 in every segment. Returns logits [T, padded vocabulary / tp] on the last pipeline stage, else
-    the hidden states [T (/ tp with sequence parallelism), 1, H]. ValueError when the arguments do not fit together.
+    Positions restart at 0 in every segment. Returns logits [T / cp, padded vocabulary / tp] on the last pipeline stage, else
+    the hidden states [T / cp (/ tp with sequence parallelism), 1, H], of the tokens that parallel.context.shard_indices
+    gives this context-parallel rank. ValueError when the arguments do not fit together.
     """
     _check_row(token_ids, cu_seqlens, max_len)
+    model = unwrapped(chunk)
+    mine = shard_sequence(token_ids, cu_seqlens, model.pg_collection.cp)
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=max_len, max_seqlen_kv=max_len
     )
-    output = chunk(token_ids[None], None, None, packed_seq_params=packed)
-    return output[0] if unwrapped(chunk).post_process else output
+    output = chunk(mine[None], None, None, packed_seq_params=packed)
+    return output[0] if model.post_process else output
 
 
 def _check_row(token_ids: Tensor, cu_seqlens: Tensor, max_len: int) -> None:

@@ -76,6 +76,23 @@ class CheckpointReader:
         for expert in range(self._header(name).get_shape()[0]):
             yield from (f"{fused[1]}.{expert}.{part}.weight" for part in parts)
 
+    def stored_names(self) -> frozenset[str]:
+        """All tensors under the names they are stored by: fused experts as one."""
+        return frozenset(self._file_of)
+
+    def is_fused(self, name: str) -> bool:
+        """True when the expert's tensor is stored as a part of a 3-D one."""
+        return name in self._experts
+
+    def read_stored(self, name: str) -> Tensor:
+        """The tensor under a name of `stored_names`, whatever its dtype and values."""
+        if name not in self._file_of:
+            raise ValueError(f"{self.folder} has no tensor {name}")
+        try:
+            return self._handle(self._file_of[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{self._file_of[name]}: {name} cannot be read: {error}") from error
+
     @property
     def fused_experts(self) -> bool:
         """True when experts are stored as 3-D tensors."""

@@ -1,10 +1,12 @@
-"""The layer specification that Megatron builds a chunk from: TransformerEngine's, or the local one with our parts.
+"""The layer specifications that Megatron builds a chunk from: TransformerEngine's, or the local ones with our parts.
 
-Our parts in the local spec: packed attention, an RMS norm that knows sequence parallelism; in both: the policy's router.
+Our parts in the local spec: packed attention, an RMS norm that knows sequence parallelism and zero-centred weights; in
+both: the policy's router. Megatron's own are the gate on the attention output and the shared expert with its gate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +20,7 @@ from models.attention import PackedAttention
 from models.norm import RMSNorm
 from models.router import PolicyRouter
 from models.router_policy import RouterControl
+from models.spec import ModelSpec
 
 
 def resolve_impl(impl: str, device: torch.device) -> str:
@@ -44,16 +47,29 @@ def _submodules(builder: Any) -> Any:
     return builder.submodules
 
 
-def block_spec(config: Any, impl: str, control: RouterControl, num_layers: int) -> TransformerBlockSubmodules:
-    """`num_layers` equal decoder layers and the final norm."""
+def block_spec(
+    config: Any, spec: ModelSpec, layers: Sequence[int], *, impl: str, control: RouterControl
+) -> TransformerBlockSubmodules:
+    """The decoder layers with these 0-based numbers in the whole model, and the final norm."""
+    made = [_layer(config, spec, layer, impl=impl, control=control) for layer in layers]
+    norm: Any = gpt_layer_specs.TENorm if impl == "te" else RMSNorm
+    return TransformerBlockSubmodules(layer_specs=made, layer_norm=norm)
+
+
+def _layer(config: Any, spec: ModelSpec, number: int, *, impl: str, control: RouterControl) -> ModuleSpec:
+    if spec.is_linear(number):
+        raise ValueError(f"{spec.architecture}: layer {number} is a GatedDeltaNet layer, which cannot be built yet")
     make = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec if impl == "te" else _local_layer
-    experts = config.num_moe_experts
-    layer: ModuleSpec = make(num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm)
+    experts = config.num_moe_experts if spec.has_experts(number) else None
+    layer: ModuleSpec = make(
+        num_experts=experts,
+        moe_grouped_gemm=config.moe_grouped_gemm if experts is not None else False,
+        qk_layernorm=config.qk_layernorm,
+    )
     if experts is not None:
         parts: Any = layer.submodules
         _submodules(parts.mlp).router = partial(PolicyRouter, control=control)
-    norm: Any = gpt_layer_specs.TENorm if impl == "te" else RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+    return layer
 
 
 def _local_layer(**options: Any) -> ModuleSpec:

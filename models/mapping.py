@@ -182,6 +182,53 @@ class FuseQkv:
 
 
 @dataclass(frozen=True)
+class FuseGatedQkv:
+    """q with its output gate, k, v -> one matrix: for each kv head its queries, their gates, its key, its value.
+
+    Hugging Face's q_proj alternates: for each head its query rows, then its gate rows.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    width: int
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """q and gate, k, v."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return (2 * q, self.width), (kv, self.width), (kv, self.width)
+
+    @property
+    def sharded(self) -> bool:
+        """Always."""
+        return True
+
+    def fuse(self, parts: Sequence[Tensor]) -> Tensor:
+        """[kv heads x (2 x queries per kv head + 2) x head_dim, width]."""
+        check_shapes(parts, self.shapes)
+        gated = parts[0].reshape(self.num_kv_heads, -1, 2, self.head_dim, self.width)
+        grouped = [t.reshape(self.num_kv_heads, -1, self.width) for t in (*gated.unbind(2), *parts[1:])]
+        return torch.cat(grouped, dim=1).reshape(-1, self.width)
+
+    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """q and gate, k, v."""
+        queries = self.num_heads // self.num_kv_heads * self.head_dim
+        grouped = whole.reshape(self.num_kv_heads, -1, self.width)
+        q, gate, k, v = grouped.split([queries, queries, self.head_dim, self.head_dim], dim=1)
+        gated = torch.stack([t.reshape(-1, self.head_dim, self.width) for t in (q, gate)], dim=1)
+        return tuple(t.reshape(-1, self.width).contiguous() for t in (gated, k, v))
+
+    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        """Consecutive rows: whole groups when the kv heads divide."""
+        return _chunk(whole, 0, rank, size)
+
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
+        """Concatenate rows."""
+        return torch.cat(tuple(shards))
+
+
+@dataclass(frozen=True)
 class FuseGateUp:
     """gate, up [ffn, hidden] -> [gate; up]; a shard holds its rows of gate, then its rows of up."""
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from models.config_keys import integer, layers_without_experts, linear_layers, rope
 from models.families import FAMILIES, Family, templates
 from models.hf_io import INDEX, SINGLE, CheckpointReader
-from models.spec import Llama3Scaling, ModelSpec, MoeSpec, Rope
+from models.spec import DeltaNetSpec, ModelSpec, MoeSpec
 from models.weight_map import Rule, expand
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DEFAULT_THETA = 10000.0
 
 
 def known_architectures() -> tuple[str, ...]:
@@ -28,6 +29,12 @@ def known_architectures() -> tuple[str, ...]:
 def weight_map(spec: ModelSpec) -> tuple[Rule, ...]:
     """Every parameter of the whole model with its Hugging Face tensors."""
     return expand(templates(spec), spec)
+
+
+def carried_names(architecture: str, names: Iterable[str]) -> frozenset[str]:
+    """Those of a checkpoint's tensors that are no part of the decoder: see ModelSpec.carried."""
+    patterns = [re.compile(pattern) for pattern in FAMILIES[architecture].carried]
+    return frozenset(name for name in names if any(pattern.match(name) for pattern in patterns))
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -46,40 +53,52 @@ def read_spec(folder: Path) -> ModelSpec:
         spec = spec_from_config(config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return _with_stored_dtypes(spec, folder) if (folder / INDEX).is_file() or (folder / SINGLE).is_file() else spec
+    return _with_stored(spec, folder) if (folder / INDEX).is_file() or (folder / SINGLE).is_file() else spec
 
 
-def _with_stored_dtypes(spec: ModelSpec, folder: Path) -> ModelSpec:
+def _with_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
     """The dtypes are those of the tensors: `dtype` in the config is what a model is made in, not what was saved."""
     reader = CheckpointReader(folder)
-    stored = {name: reader.dtype(name) for name in sorted(reader.names())}
+    carried = carried_names(spec.architecture, reader.stored_names())
+    decoder = sorted(name for name in reader.names() if not carried_names(spec.architecture, [name]))
+    stored = {name: reader.dtype(name) for name in decoder}
     common = Counter(stored.values()).most_common(1)[0][0]
-    return replace(spec, dtype=common, other_dtypes=tuple((n, d) for n, d in stored.items() if d is not common))
+    others = tuple((n, d) for n, d in stored.items() if d is not common)
+    return replace(spec, dtype=common, other_dtypes=others, carried=tuple(sorted(carried)))
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """Spec of the model that a `config.json` describes; ValueError naming the key for anything that is not supported."""
     architecture = _architecture(config)
     family = FAMILIES[architecture]
-    _refuse(config, architecture, family)
-    hidden_size, num_heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
+    text = _text(config, family)
+    _refuse(text, architecture, family)
+    num_layers, moe = integer(text, "num_hidden_layers"), _moe(text, family)
+    hidden_size, num_heads = integer(text, "hidden_size"), integer(text, "num_attention_heads")
+    head_dim = text.get("head_dim") or family.default_head_dim or hidden_size // num_heads
     return ModelSpec(
         architecture=architecture,
-        num_layers=_integer(config, "num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=hidden_size,
-        ffn_size=_integer(config, "intermediate_size"),
+        ffn_size=integer(text, "moe_intermediate_size" if moe and "intermediate_size" not in text else "intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or family.default_head_dim or hidden_size // num_heads,
-        vocab_size=_integer(config, "vocab_size"),
-        max_positions=_integer(config, "max_position_embeddings"),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_rope(config),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        num_kv_heads=text.get("num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        vocab_size=integer(text, "vocab_size"),
+        max_positions=integer(text, "max_position_embeddings"),
+        norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        rope=rope(text, head_dim, family.rotary_fraction),
+        tied_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
-        moe=_moe(config) if family.moe else None,
-        dtype=_dtype(config),
+        moe=moe,
+        dense_layers=layers_without_experts(text, num_layers) if moe else (),
+        delta_net=_delta_net(text) if family.delta_net else None,
+        linear_layers=linear_layers(text, num_layers, hybrid=bool(family.delta_net)),
+        attention_gate=bool(family.delta_net),
+        zero_centered_norms=bool(family.delta_net),
+        text_prefix=family.text_prefix,
+        dtype=_dtype(config, text),
     )
 
 
@@ -91,47 +110,52 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return known[0]
 
 
+def _text(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """The decoder's own settings."""
+    if family.text_config is None:
+        return config
+    text = config.get(family.text_config)
+    if not isinstance(text, Mapping):
+        raise ValueError(f"{family.text_config} = {text!r} is not the decoder's configuration")
+    return text
+
+
 def _refuse(config: Mapping[str, Any], architecture: str, family: Family) -> None:
     for key, allowed in {"hidden_act": ("silu",), **family.refused}.items():
         if key in config and config[key] not in allowed:
             raise ValueError(f"{key} = {config[key]!r} is not supported for {architecture}; supported: {allowed[0]!r}")
 
 
-def _integer(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} = {value!r} is not a positive integer")
-    return value
-
-
-def _dtype(config: Mapping[str, Any]) -> torch.dtype:
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> torch.dtype:
+    given = [source[key] for source in (config, text) for key in ("dtype", "torch_dtype") if source.get(key)]
+    name = given[0] if given else "float32"
     if name not in DTYPES:
         raise ValueError(f"dtype = {name!r} is not supported; known: {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
-def _moe(config: Mapping[str, Any]) -> MoeSpec:
-    experts = _integer(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
-    top_k = _integer(config, "num_experts_per_tok")
-    renormalised = bool(config.get("norm_topk_prob", False))
+def _moe(config: Mapping[str, Any], family: Family) -> MoeSpec | None:
+    if not family.moe:
+        return None
+    experts = integer(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
+    top_k = integer(config, "num_experts_per_tok")
+    renormalised = config.get("norm_topk_prob")
     if top_k > experts:
         raise ValueError(f"num_experts_per_tok = {top_k} is more than the {experts} experts")
-    return MoeSpec(experts, top_k, _integer(config, "moe_intermediate_size"), renormalised)
+    return MoeSpec(
+        num_experts=experts,
+        top_k=top_k,
+        ffn_size=integer(config, "moe_intermediate_size"),
+        norm_topk_prob=family.norm_topk_prob if renormalised is None else bool(renormalised),
+        shared_ffn_size=integer(config, "shared_expert_intermediate_size") if family.shared_expert else None,
+    )
 
 
-def _rope(config: Mapping[str, Any]) -> Rope:
-    """rope_parameters (transformers 5) or rope_theta + rope_scaling (transformers 4)."""
-    parameters: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return Rope(theta)
-    if kind != "llama3":
-        raise ValueError(f"rope_type = {kind!r} is not supported; known: default, llama3")
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [key for key in keys if key not in parameters]
-    if missing:
-        raise ValueError(f"rope_type = 'llama3' needs {', '.join(missing)}")
-    factor, low, high, positions = (parameters[key] for key in keys)
-    return Rope(theta, Llama3Scaling(float(factor), float(low), float(high), int(positions)))
+def _delta_net(config: Mapping[str, Any]) -> DeltaNetSpec:
+    return DeltaNetSpec(
+        num_k_heads=integer(config, "linear_num_key_heads"),
+        num_v_heads=integer(config, "linear_num_value_heads"),
+        k_head_dim=integer(config, "linear_key_head_dim"),
+        v_head_dim=integer(config, "linear_value_head_dim"),
+        conv_width=integer(config, "linear_conv_kernel_dim"),
+    )

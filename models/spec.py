@@ -44,29 +44,37 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding over the whole head: base `theta`, optionally Llama 3's scaling."""
+    """Rotary embedding over the first `fraction` of each head: base `theta`, optionally Llama 3's scaling."""
 
     theta: float
     scaling: Llama3Scaling | None = None
+    fraction: float = 1.0
+
+    def rotated(self, head_dim: int) -> int:
+        """How many of a head's dimensions turn."""
+        return int(head_dim * self.fraction)
 
     def frequencies(self, head_dim: int) -> Tensor:
-        """Angular frequencies, fp32 [head_dim / 2], in radians per token."""
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+        """Angular frequencies, fp32 [rotated dimensions / 2], in radians per token."""
+        size = self.rotated(head_dim)
+        exponent = torch.arange(0, size, 2, dtype=torch.int64).to(torch.float32) / size
         plain = 1.0 / (self.theta**exponent)
         return plain if self.scaling is None else self.scaling.apply(plain)
 
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Mixture of experts in every layer.
+    """Mixture of experts.
 
     norm_topk_prob: the chosen experts' probabilities are renormalised to 1, which is a softmax over the chosen logits.
+    shared_ffn_size: of the expert that sees every token, scaled by its own sigmoid gate; None without one.
     """
 
     num_experts: int
     top_k: int
     ffn_size: int
     norm_topk_prob: bool
+    shared_ffn_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -120,8 +128,11 @@ class DeltaNetSpec:
 class ModelSpec:
     """One decoder-only model: sizes, rotary embedding, what is tied, normalised and biased.
 
-    ffn_size is that of a dense layer (no layer is dense when `moe` is given). dtype is the checkpoint's; `other_dtypes`
-    names the tensors that are stored in another one.
+    ffn_size is that of a dense layer; with `moe` only `dense_layers` are dense (all numbers 0-based). `linear_layers` are
+    GatedDeltaNet's, with the sizes in `delta_net`; the others have softmax attention, with an output gate if attention_gate.
+    zero_centered_norms: norms scale by 1 + weight. text_prefix: what the decoder's Hugging Face names start with.
+    dtype is the checkpoint's; `other_dtypes` names the tensors that are stored in another one. `carried` names the tensors
+    of the checkpoint, as stored, that are no part of the decoder: frozen, and copied through to every export untouched.
     """
 
     architecture: str
@@ -139,8 +150,23 @@ class ModelSpec:
     qk_norm: bool
     qkv_bias: bool
     moe: MoeSpec | None = None
+    dense_layers: tuple[int, ...] = ()
+    delta_net: DeltaNetSpec | None = None
+    linear_layers: tuple[int, ...] = ()
+    attention_gate: bool = False
+    zero_centered_norms: bool = False
+    text_prefix: str = "model."
     dtype: torch.dtype = torch.float32
     other_dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+    carried: tuple[str, ...] = ()
+
+    def has_experts(self, layer: int) -> bool:
+        """True when the layer's feed-forward part is a mixture of experts."""
+        return self.moe is not None and layer not in self.dense_layers
+
+    def is_linear(self, layer: int) -> bool:
+        """True when the layer mixes tokens with GatedDeltaNet instead of softmax attention."""
+        return layer in self.linear_layers
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Dtype of the Hugging Face tensor `name` in the checkpoint."""

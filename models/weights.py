@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from models.hf_io import CheckpointReader, check_names, fuse_experts, write_checkpoint
 from models.ownership import holder_of, in_gather, shard_of
 from models.parameters import canonical_parameters
-from models.registry import weight_map
+from models.registry import carried_names, weight_map
 from models.spec import ModelSpec, TensorMeta
 from models.weight_map import Rule
 from parallel.gather import collect_shards
@@ -43,9 +43,11 @@ def load_hf_weights(chunks: Sequence[nn.Module], spec: ModelSpec, groups: Proces
 def _check_checkpoint(reader: CheckpointReader, spec: ModelSpec, rules: Sequence[Rule]) -> None:
     expected = frozenset(t.name for rule in rules for t in rule.tensors)
     found = frozenset(name for name in reader.names() if not name.endswith("rotary_emb.inv_freq"))
+    found -= carried_names(spec.architecture, found)
+    embedding = f"{spec.text_prefix}embed_tokens.weight"
     if spec.tied_embeddings and "lm_head.weight" in found:
-        if not torch.equal(reader.read("lm_head.weight"), reader.read("model.embed_tokens.weight")):
-            raise ValueError(f"{reader.folder}: tie_word_embeddings is true, but lm_head.weight is not model.embed_tokens.weight")
+        if not torch.equal(reader.read("lm_head.weight"), reader.read(embedding)):
+            raise ValueError(f"{reader.folder}: tie_word_embeddings is true, but lm_head.weight is not {embedding}")
         found -= {"lm_head.weight"}
     check_names(found, expected, reader.folder)
     for name in sorted(expected):
@@ -65,9 +67,10 @@ def _load(parameter: nn.Parameter, rule: Rule, reader: CheckpointReader, place: 
 
 
 class ModelWeights:
-    """The whole model's weights as full tensors under their Hugging Face names.
+    """The decoder's weights as full tensors under their Hugging Face names.
 
-    dtype: what they are exported in; None keeps the checkpoint's dtypes. Padding rows of the vocabulary never leave.
+    dtype: what they are exported in; None keeps the checkpoint's dtypes. A parameter that is always fp32 (GatedDeltaNet's
+    A_log and dt_bias) stays so. Padding rows of the vocabulary never leave; tensors that are only carried are not here.
     """
 
     def __init__(
@@ -80,7 +83,11 @@ class ModelWeights:
         self._parameters = canonical_parameters(chunks, spec, groups.layout, self._rank)
         self._rules = tuple(rule for rule in weight_map(spec) if rule.exported)
         self._rule_of = {t.name: rule for rule in self._rules for t in rule.tensors}
-        self._metadata = {t.name: TensorMeta(t.name, dtype or t.dtype, t.shape) for rule in self._rules for t in rule.tensors}
+        self._metadata = {
+            t.name: TensorMeta(t.name, t.dtype if rule.float32 or dtype is None else dtype, t.shape)
+            for rule in self._rules
+            for t in rule.tensors
+        }
 
     def metadata(self) -> tuple[TensorMeta, ...]:
         """Every tensor of the whole model in iteration order, from the spec alone: the same on every rank."""
@@ -135,12 +142,25 @@ class ModelWeights:
 
 
 def export_checkpoint(weights: ModelWeights, spec: ModelSpec, *, source: Path, target: Path) -> None:
-    """Write the model as a Hugging Face folder, laid out as `source` is. Collective; rank 0 writes."""
+    """Write the model as a Hugging Face folder, laid out as `source` is, whose carried tensors are copied bit by bit.
+
+    Collective; rank 0 writes. ValueError when the source stores some of the decoder's experts fused and some not.
+    """
     if dist.get_rank() != 0:
         for _ in weights:
             pass
         return
+    reader = CheckpointReader(source)
     tensors: Iterator[tuple[str, Tensor]] = iter(weights)
-    if spec.moe is not None and CheckpointReader(source).fused_experts:
+    if spec.moe is not None and _stores_fused(reader, spec):
         tensors = fuse_experts(tensors, spec.moe.num_experts)
-    write_checkpoint(target, tensors, source=source)
+    carried = sorted(carried_names(spec.architecture, reader.stored_names()))
+    write_checkpoint(target, chain(tensors, ((name, reader.read_stored(name)) for name in carried)), source=source)
+
+
+def _stores_fused(reader: CheckpointReader, spec: ModelSpec) -> bool:
+    names = [t.name for rule in weight_map(spec) if rule.expert is not None for t in rule.tensors]
+    styles = {reader.is_fused(name) for name in names}
+    if len(styles) > 1:
+        raise ValueError(f"{reader.folder} stores some of the decoder's experts in 3-D tensors and some one by one")
+    return True in styles

@@ -9,12 +9,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 VOCAB = 203
@@ -36,29 +42,70 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 MOE = {"moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 16}
+SHARED = {"shared_expert_intermediate_size": 28}
+MIXED = {"mlp_only_layers": [2], "norm_topk_prob": False}
+HYBRID = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+NO_DENSE = {key: size for key, size in SIZES.items() if key != "intermediate_size"}
+VISION = {
+    "depth": 2,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
+    "qwen3_moe": (Qwen3MoeConfig, SIZES | MOE | {"norm_topk_prob": True}),
+    "qwen3_moe_mixed": (Qwen3MoeConfig, SIZES | MOE | MIXED),
+    "qwen3": (Qwen3Config, SIZES | {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "llama_tied": (LlamaConfig, SIZES | {"tie_word_embeddings": True, "rope_parameters": LLAMA3, "head_dim": 16}),
+    "qwen2": (Qwen2Config, SIZES | {"rms_norm_eps": 1e-5}),
+    "qwen3_next": (Qwen3NextConfig, SIZES | MOE | SHARED | HYBRID),
+    "qwen3_5": (Qwen3_5TextConfig, SIZES | HYBRID),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, NO_DENSE | MOE | SHARED | HYBRID),
+    "qwen3_5_vision": (Qwen3_5Config, {"text_config": SIZES | HYBRID, "vision_config": VISION}),
+    "qwen3_5_moe_vision": (Qwen3_5MoeConfig, {"text_config": NO_DENSE | MOE | SHARED | HYBRID, "vision_config": VISION}),
+}
 
 
 def config_of(family: str, **changes: object) -> PreTrainedConfig:
-    """qwen3_moe, qwen3, llama_tied (Llama 3 frequencies) or qwen2 (with biases)."""
-    if family == "qwen3_moe":
-        return Qwen3MoeConfig(**SIZES | MOE | {"norm_topk_prob": True} | changes)
-    if family == "qwen3":
-        return Qwen3Config(**SIZES | {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}} | changes)
-    if family == "llama_tied":
-        return LlamaConfig(**SIZES | {"tie_word_embeddings": True, "rope_parameters": LLAMA3, "head_dim": 16} | changes)
-    return Qwen2Config(**SIZES | {"rms_norm_eps": 1e-5} | changes)
+    """A row of CONFIGS: llama_tied has Llama 3's frequencies, qwen2 biases, qwen3_moe_mixed a dense layer among sparse ones.
+
+    qwen3_next and qwen3_5* are hybrid (three GatedDeltaNet layers, then full attention); *_vision wrap the decoder.
+    """
+    make, options = CONFIGS[family]
+    return make(**options | changes)
 
 
 def tiny_model(family: str, *, seed: int = 0, std: float = 0.15, **changes: object) -> PreTrainedModel:
     """Random weights everywhere, norms, biases and the router (which transformers leaves at zero) included."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config_of(family, **changes), dtype=torch.float32)
+    model = _auto(family).from_config(config_of(family, **changes), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(std=std)
-            if name.endswith("norm.weight") or "layernorm" in name:
+            if _centred_at_one(model, name):
                 parameter.add_(1.0)
+            if name.endswith("A_log"):
+                parameter.uniform_(-2.0, 2.0)
     return model.eval()
+
+
+def _auto(family: str) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    return AutoModelForImageTextToText if family.endswith("_vision") else AutoModelForCausalLM
+
+
+def _centred_at_one(model: PreTrainedModel, name: str) -> bool:
+    """Norms that scale by their weight alone: all of a plain family, only GatedDeltaNet's own norm of a hybrid one."""
+    hybrid = any(part.endswith("linear_attn") for part, _ in model.named_modules())
+    return name.endswith("linear_attn.norm.weight") if hybrid else name.endswith("norm.weight") or "layernorm" in name
 
 
 def write_tiny(folder, family: str, *, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:
@@ -66,7 +113,7 @@ def write_tiny(folder, family: str, *, dtype: torch.dtype = torch.float32, **cha
     tiny_model(family, **changes).to(dtype).save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps({"note": "not a real tokenizer"}), encoding="utf-8")
     (folder / "generation_config.json").write_text('{"temperature": 0.6}', encoding="utf-8")
-    return reference(folder, dtype)
+    return _auto(family).from_pretrained(folder, dtype=dtype).eval()
 
 
 def reference(folder, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -1,0 +1,83 @@
+"""Single settings of a Hugging Face `config.json`: numbers, the rotary embedding, which layer is of which kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.spec import Llama3Scaling, Rope
+
+DEFAULT_THETA = 10000.0
+FULL_ATTENTION_INTERVAL = 4
+
+
+def integer(config: Mapping[str, Any], key: str) -> int:
+    """A positive integer; ValueError naming the key otherwise."""
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} = {value!r} is not a positive integer")
+    return value
+
+
+def rope(config: Mapping[str, Any], head_dim: int, default_fraction: float) -> Rope:
+    """rope_parameters (transformers 5) or rope_theta + rope_scaling (transformers 4).
+
+    default_fraction: of each head that turns, where `partial_rotary_factor` is missing; it must be 1 in a family whose
+    default is 1. The sections of Qwen3.5's three position grids need no reading: for text the three positions are one.
+    """
+    parameters: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA)
+    fraction = _fraction(parameters, config, head_dim, default_fraction)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        return Rope(theta, fraction=fraction)
+    if kind != "llama3":
+        raise ValueError(f"rope_type = {kind!r} is not supported; known: default, llama3")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [key for key in keys if key not in parameters]
+    if missing:
+        raise ValueError(f"rope_type = 'llama3' needs {', '.join(missing)}")
+    factor, low, high, positions = (parameters[key] for key in keys)
+    return Rope(theta, Llama3Scaling(float(factor), float(low), float(high), int(positions)), fraction)
+
+
+def _fraction(parameters: Mapping[str, Any], config: Mapping[str, Any], head_dim: int, default: float) -> float:
+    key = "partial_rotary_factor"
+    fraction = float(parameters.get(key, config.get(key)) or default)
+    rotated = int(head_dim * fraction)
+    if default == 1.0 and fraction != 1.0:
+        raise ValueError(f"{key} = {fraction} is not supported for this architecture; supported: 1.0")
+    if not 0.0 < fraction <= 1.0 or rotated < 2 or rotated % 2:
+        raise ValueError(f"{key} = {fraction} turns {rotated} of head_dim = {head_dim}: an even number of at least 2 is needed")
+    return fraction
+
+
+def linear_layers(config: Mapping[str, Any], num_layers: int, *, hybrid: bool) -> tuple[int, ...]:
+    """0-based numbers of the linear-attention layers: layer_types, or all but every full_attention_interval-th."""
+    known = ("full_attention", "linear_attention") if hybrid else ("full_attention",)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        interval = integer({"full_attention_interval": FULL_ATTENTION_INTERVAL, **config}, "full_attention_interval")
+        kinds = [known[-1] if (layer + 1) % interval else known[0] for layer in range(num_layers)]
+    unknown = [kind for kind in kinds if kind not in known]
+    if unknown:
+        raise ValueError(f"layer_types holds {unknown[0]!r}, which is not supported; supported: {', '.join(known)}")
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for num_hidden_layers = {num_layers}")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+
+
+def layers_without_experts(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """0-based numbers of a mixture-of-experts model's dense layers: mlp_only_layers and decoder_sparse_step.
+
+    ValueError when no layer at all has experts.
+    """
+    only = config.get("mlp_only_layers") or []
+    step = integer({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
+    beyond = [layer for layer in only if not 0 <= layer < num_layers]
+    if beyond:
+        raise ValueError(f"mlp_only_layers = {only} names layer {beyond[0]}, but num_hidden_layers = {num_layers}")
+    dense = tuple(layer for layer in range(num_layers) if layer in only or (layer + 1) % step)
+    if len(dense) == num_layers:
+        raise ValueError(f"mlp_only_layers = {only} and decoder_sparse_step = {step} leave none of {num_layers} layers experts")
+    return dense
