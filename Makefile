@@ -13,6 +13,8 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED ?= 1
+# Packages are installed without byte code; the first import writes it, or every process would compile torch again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help env quickstart real test lint fmt bench soak parity chaos clean
