@@ -1,31 +1,61 @@
-"""Hugging Face safetensors folders, streamed in and out one tensor at a time. No Megatron, no process group.
+"""Hugging Face safetensors folders, read one tensor at a time. No Megatron, no process group. `models.hf_write` writes them.
 
 Experts may be stored one by one (`experts.3.gate_proj.weight`, what transformers saves) or fused into 3-D tensors
-(`experts.gate_up_proj` [E, 2F, H], `experts.down_proj` [E, H, F], what transformers 5 keeps in memory). Readers always
-see them one by one; writers write what the source folder had.
+(`experts.gate_up_proj` [E, 2F, H], `experts.down_proj` [E, H, F], what transformers 5 keeps in memory). Readers see them
+one by one; writers write what the source folder had.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from models.hf_file import Entry, SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_SHARD_BYTES = 4 * 1024**3
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf", ".pth", ".pt")
 _FUSED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)$")
 _ONE_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_TRAINED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """No NaN and no infinity in a floating-point tensor; one pass, no copy (NaN wins every comparison of aminmax)."""
+    if tensor.numel() == 0:
+        return True
+    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor))
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """Where one expert's tensor lies inside a fused one. name: the fused tensor's; part: gate_proj, up_proj or down_proj."""
+
+    name: str
+    expert: int
+    part: str
+
+    def of(self, fused: Tensor) -> Tensor:
+        """The expert's tensor, a view: gate is the first half of its rows, up the second."""
+        whole = fused[self.expert]
+        if self.part == "down_proj":
+            return whole
+        return whole.chunk(2)[0 if self.part == "gate_proj" else 1]
+
+
+def expert_parts(name: str, num_experts: int) -> Iterator[tuple[str, ExpertPart]]:
+    """Names of the experts' tensors that the fused tensor `name` holds; none when it is not one."""
+    fused = _FUSED.match(name)
+    if fused is None:
+        return
+    parts = ("gate_proj", "up_proj") if fused[2] == "gate_up_proj" else ("down_proj",)
+    for expert in range(num_experts):
+        yield from ((f"{fused[1]}.{expert}.{part}.weight", ExpertPart(name, expert, part)) for part in parts)
 
 
 class CheckpointReader:
@@ -34,64 +64,49 @@ class CheckpointReader:
     def __init__(self, folder: Path) -> None:
         """Read the headers; data is read by `read`."""
         self.folder = folder
-        self._open: dict[Path, Any] = {}
-        self._file_of = self._locate()
-        self._experts = {alias: name for name in self._file_of for alias in self._aliases(name)}
+        self.files = self._open()
+        self._file_of = {name: file for file in self.files for name in file.entries}
+        self._experts = {
+            alias: part
+            for file in self.files
+            for name, entry in file.entries.items()
+            for alias, part in expert_parts(name, entry.shape[0] if entry.shape else 0)
+        }
+        twice = sorted(self._experts.keys() & self._file_of.keys())
+        if twice:
+            raise ValueError(f"{folder} stores {twice[0]} twice: on its own and inside {self._experts[twice[0]].name}")
 
-    def _locate(self) -> dict[str, Path]:
+    def _open(self) -> tuple[SafetensorsFile, ...]:
         index, single = self.folder / INDEX, self.folder / SINGLE
         if not index.is_file():
             if not single.is_file():
                 raise ValueError(f"{self.folder} holds neither {SINGLE} nor {INDEX}")
-            return dict.fromkeys(self._handle(single).keys(), single)
+            return (SafetensorsFile(single),)
         try:
             stored: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
+            promised: dict[str, set[str]] = {}
+            for name, file in stored.items():
+                promised.setdefault(file, set()).add(name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
-        located = {name: self.folder / file for name, file in stored.items()}
-        for path in sorted(set(located.values())):
-            promised, found = {n for n, p in located.items() if p == path}, set(self._handle(path).keys())
-            if promised != found:
-                raise ValueError(f"{path} and {INDEX} disagree about {_some(promised ^ found)}")
-        return located
+        return tuple(self._open_listed(file, names) for file, names in sorted(promised.items()))
 
-    def _handle(self, path: Path) -> Any:
-        if path not in self._open:
-            if not path.is_file():
-                raise ValueError(f"{path} is missing, but {INDEX} lists it")
-            try:
-                self._open[path] = safe_open(str(path), framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
-        return self._open[path]
+    def _open_listed(self, name: str, promised: set[str]) -> SafetensorsFile:
+        path = self.folder / name
+        if Path(name).name != name:
+            raise ValueError(f"{self.folder / INDEX} lists {name!r}, which is not a file of this folder")
+        if not path.is_file():
+            raise ValueError(f"{path} is missing, but {INDEX} lists it")
+        file = SafetensorsFile(path)
+        if promised != file.entries.keys():
+            raise ValueError(f"{path} and {INDEX} disagree about {some(promised ^ file.entries.keys())}")
+        return file
 
-    def _header(self, name: str) -> Any:
-        return self._handle(self._file_of[name]).get_slice(name)
-
-    def _aliases(self, name: str) -> Iterator[str]:
-        fused = _FUSED.match(name)
-        if fused is None:
-            return
-        parts = ("gate_proj", "up_proj") if fused[2] == "gate_up_proj" else ("down_proj",)
-        for expert in range(self._header(name).get_shape()[0]):
-            yield from (f"{fused[1]}.{expert}.{part}.weight" for part in parts)
-
-    def stored_names(self) -> frozenset[str]:
-        """All tensors under the names they are stored by: fused experts as one."""
-        return frozenset(self._file_of)
-
-    def is_fused(self, name: str) -> bool:
-        """True when the expert's tensor is stored as a part of a 3-D one."""
-        return name in self._experts
-
-    def read_stored(self, name: str) -> Tensor:
-        """The tensor under a name of `stored_names`, whatever its dtype and values."""
-        if name not in self._file_of:
+    def _stored(self, name: str) -> str:
+        stored = self._experts[name].name if name in self._experts else name
+        if stored not in self._file_of:
             raise ValueError(f"{self.folder} has no tensor {name}")
-        try:
-            return self._handle(self._file_of[name]).get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{self._file_of[name]}: {name} cannot be read: {error}") from error
+        return stored
 
     @property
     def fused_experts(self) -> bool:
@@ -102,43 +117,59 @@ class CheckpointReader:
         """All tensors, experts one by one."""
         return frozenset(name for name in self._file_of if _FUSED.match(name) is None) | frozenset(self._experts)
 
+    def stored_names(self) -> frozenset[str]:
+        """All tensors under the names they are stored by: fused experts as one."""
+        return frozenset(self._file_of)
+
+    def is_fused(self, name: str) -> bool:
+        """True when the expert's tensor is stored as a part of a 3-D one."""
+        return name in self._experts
+
+    def path_of(self, name: str) -> Path:
+        """The file that holds the tensor."""
+        return self._file_of[self._stored(name)].path
+
+    def entry(self, name: str) -> Entry:
+        """What the header says about a name of `stored_names`."""
+        return self._file_of[self._stored(name)].entries[name]
+
     def dtype(self, name: str) -> torch.dtype:
         """Dtype as stored; ValueError for one we do not train in."""
         stored = self._stored(name)
-        text = self._header(stored).get_dtype()
-        if text not in _DTYPES:
-            raise ValueError(f"{self._file_of[stored]}: {name} is stored as {text}; known: {', '.join(_DTYPES)}")
-        return _DTYPES[text]
+        text = self._file_of[stored].entries[stored].dtype
+        if text.startswith("F8"):
+            raise ValueError(
+                f"{self.path_of(name)}: {name} is stored as {text}: quantised checkpoints are refused, take the bf16 original"
+            )
+        if text not in _TRAINED:
+            raise ValueError(f"{self.path_of(name)}: {name} is stored as {text}; known: {', '.join(_TRAINED)}")
+        return _TRAINED[text]
 
-    def _stored(self, name: str) -> str:
-        stored = self._experts.get(name, name)
-        if stored not in self._file_of:
-            raise ValueError(f"{self.folder} has no tensor {name}")
-        return stored
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a name of `names`."""
+        return tuple(self._view(name).shape)
+
+    def _view(self, name: str) -> Tensor:
+        stored = self._stored(name)
+        whole = self._file_of[stored].tensor(stored)
+        return self._experts[name].of(whole) if name in self._experts else whole
 
     def read(self, name: str) -> Tensor:
-        """The tensor, on the CPU. NaN and infinity are refused."""
-        stored = self._stored(name)
-        path = self._file_of[stored]
-        try:
-            tensor = self._read_expert(name, stored) if stored != name else self._handle(path).get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{path}: {name} cannot be read: {error}") from error
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{path}: {name} holds NaN or infinity")
+        """The tensor, on the CPU: a view of the mapped file, to be copied and not to be changed. No NaN, no infinity."""
+        tensor = self._view(name)
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and not is_finite(tensor):
+            raise ValueError(f"{self.path_of(name)}: {name} holds NaN or infinity")
         return tensor
 
-    def _read_expert(self, name: str, stored: str) -> Tensor:
-        match = _ONE_EXPERT.match(name)
-        if match is None:
-            raise ValueError(f"{name} is not the name of an expert's tensor")
-        whole = self._header(stored)[int(match[2])]
-        if match[3] == "down_proj":
-            return whole
-        return whole.chunk(2)[0 if match[3] == "gate_proj" else 1].contiguous()
+    def read_stored(self, name: str) -> Tensor:
+        """The tensor under a name of `stored_names`, whatever its dtype and values; a view of the mapped file."""
+        if name not in self._file_of:
+            raise ValueError(f"{self.folder} has no tensor {name}")
+        return self._file_of[name].tensor(name)
 
 
-def _some(names: Iterable[str]) -> str:
+def some(names: Iterable[str]) -> str:
+    """The first names in order, and how many more there are."""
     ordered = sorted(names)
     return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
 
@@ -147,9 +178,9 @@ def check_names(found: frozenset[str], expected: frozenset[str], where: Path) ->
     """ValueError naming the tensors that are missing from, or unexpected in, a checkpoint."""
     missing, extra = expected - found, found - expected
     if missing:
-        raise ValueError(f"{where} lacks {len(missing)} tensors of the model: {_some(missing)}")
+        raise ValueError(f"{where} lacks {len(missing)} tensors of the model: {some(missing)}")
     if extra:
-        raise ValueError(f"{where} holds {len(extra)} tensors that the model does not have: {_some(extra)}")
+        raise ValueError(f"{where} holds {len(extra)} tensors that the model does not have: {some(extra)}")
 
 
 def fuse_experts(tensors: Iterable[tuple[str, Tensor]], num_experts: int) -> Iterator[tuple[str, Tensor]]:
@@ -165,70 +196,10 @@ def fuse_experts(tensors: Iterable[tuple[str, Tensor]], num_experts: int) -> Ite
         if len(group) == 3 * num_experts:
             yield from _fused(match[1], pending.pop(match[1]), num_experts)
     if pending:
-        raise ValueError(f"not all {num_experts} experts were given for {_some(pending)}")
+        raise ValueError(f"not all {num_experts} experts were given for {some(pending)}")
 
 
 def _fused(prefix: str, group: dict[tuple[int, str], Tensor], num_experts: int) -> Iterator[tuple[str, Tensor]]:
     rows = [torch.cat([group[expert, "gate_proj"], group[expert, "up_proj"]]) for expert in range(num_experts)]
     yield f"{prefix}.gate_up_proj", torch.stack(rows)
     yield f"{prefix}.down_proj", torch.stack([group[expert, "down_proj"] for expert in range(num_experts)])
-
-
-def write_checkpoint(
-    target: Path, tensors: Iterable[tuple[str, Tensor]], *, source: Path, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> None:
-    """Write `tensors` as a folder, beside the source's other files (config, tokenizer, generation config) untouched.
-
-    Atomic: everything is written into a temporary folder beside `target`, which is renamed when it is complete.
-    ValueError when `target` exists or a tensor comes twice.
-    """
-    if target.exists():
-        raise ValueError(f"{target} already exists; a checkpoint is never written over another one")
-    staging = target.with_name(f".{target.name}.incomplete")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    _copy_companions(source, staging)
-    _write_shards(staging, tensors, max_shard_bytes)
-    staging.rename(target)
-
-
-def _copy_companions(source: Path, staging: Path) -> None:
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copy2(path, staging / path.name)
-
-
-def _write_shards(staging: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:
-    shards: list[list[str]] = []
-    held: dict[str, Tensor] = {}
-    total, seen = 0, set[str]()
-
-    def flush() -> None:
-        if held:
-            save_file(held, str(staging / f"part-{len(shards)}"), metadata={"format": "pt"})
-            shards.append(list(held))
-            held.clear()
-
-    for name, tensor in tensors:
-        if name in seen:
-            raise ValueError(f"tensor {name} was given twice")
-        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > max_shard_bytes:
-            flush()
-        seen.add(name)
-        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        total += tensor.nbytes
-    flush()
-    _name_shards(staging, shards, total)
-
-
-def _name_shards(staging: Path, shards: list[list[str]], total_bytes: int) -> None:
-    if len(shards) == 1:
-        (staging / "part-0").rename(staging / SINGLE)
-        return
-    where: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (staging / f"part-{number}").rename(staging / file)
-        where.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": where}
-    (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

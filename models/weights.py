@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models.hf_io import CheckpointReader, check_names, fuse_experts, write_checkpoint
+from models.hf_io import CheckpointReader, check_names, fuse_experts
+from models.hf_write import write_checkpoint
 from models.ownership import holder_of, in_gather, shard_of
 from models.parameters import canonical_parameters
 from models.registry import carried_names, weight_map

@@ -7,7 +7,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from models.hf_io import INDEX, CheckpointReader, fuse_experts, write_checkpoint
+from models.hf_io import INDEX, CheckpointReader, fuse_experts
+from models.hf_write import write_checkpoint
 
 
 @pytest.fixture
