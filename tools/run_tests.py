@@ -60,8 +60,9 @@ def lint() -> bool:
 
 
 def pytest(paths: tuple[str, ...]) -> bool:
-    """Some files or folders of tests. None found is a failure: pytest's exit status 5."""
-    return run(["python", "-m", "pytest", *paths, "--durations=5", *os.environ.get("PYTEST_ARGS", "").split()])
+    """Some files or folders of tests, on two workers. None found is a failure: pytest's exit status 5."""
+    workers = ["-n", str(min(2, os.cpu_count() or 1)), "--dist", "loadgroup"]
+    return run(["python", "-m", "pytest", *paths, *workers, "--durations=5", *os.environ.get("PYTEST_ARGS", "").split()])
 
 
 def run_section(section: str) -> bool:

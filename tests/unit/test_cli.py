@@ -79,10 +79,10 @@ def test_help_and_wrong_keys_are_answered_without_torch(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_bad_layout_ends_before_anything_is_started(tmp_path):
-    done = run("train", "experiment=quickstart", "layout.world=3", "layout.ep=3", "eval.prompts=10", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == "mcore-rl: layout.ep=3 does not divide 8 experts\n"
+def test_a_bad_layout_ends_before_anything_is_started(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "experiment=quickstart", "layout.world=3", "layout.ep=3", "eval.prompts=10"]) == 2
+    assert capsys.readouterr().err == "mcore-rl: layout.ep=3 does not divide 8 experts\n"
     assert not list(tmp_path.iterdir())
 
 
