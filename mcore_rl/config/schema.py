@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from mcore_rl.config.reward import DataGateConfig, RewardConfig
+
 
 class Device(str, Enum):
     auto = "auto"
@@ -197,9 +199,28 @@ class TaskKind(str, Enum):
     file = "file"
 
 
+class BadRows(str, Enum):
+    """refuse: the first unusable row of a file is an error. skip: it is left out and counted."""
+
+    refuse = "refuse"
+    skip = "skip"
+
+
+class Overlap(str, Enum):
+    """A training question that is in eval_file too: refuse is an error, drop takes it out of training and counts it."""
+
+    refuse = "refuse"
+    drop = "drop"
+
+
 @dataclass
 class TaskConfig:
-    """terms, digits: difficulty of the procedural tasks. train_file/eval_file: GSM8K-style JSONL or parquet."""
+    """terms, digits: difficulty of the procedural tasks. train_file/eval_file: GSM8K-style JSONL or parquet.
+
+    bad_rows: what an unusable row of a file does; questions given twice count once, with two answers they are unusable.
+    band_file: train on the prompts of this file alone, written by `mcore-rl probe` (band.jsonl); band_any_model lifts
+    the refusal of a band that was probed with other starting weights.
+    """
 
     kind: TaskKind = TaskKind.arithmetic
     min_terms: int = 6
@@ -210,6 +231,10 @@ class TaskConfig:
     max_number: int = 20
     train_file: str | None = None
     eval_file: str | None = None
+    bad_rows: BadRows = BadRows.refuse
+    overlap: Overlap = Overlap.refuse
+    band_file: str | None = None
+    band_any_model: bool = False
     system_prompt: str | None = None
     prompt_suffix: str = ""
     answer_pattern: str = "boxed"
@@ -258,11 +283,12 @@ class EvalConfig:
 
 @dataclass
 class TelemetryConfig:
-    """wandb: offline, online or disabled."""
+    """wandb: offline, online or disabled. audited_groups: groups of a training step that go to audit.jsonl."""
 
     wandb: str = "offline"
     wandb_project: str = "mcore_rl"
     rollouts_logged: int = 1_000_000
+    audited_groups: int = 64
     progress: bool = True
 
 
@@ -283,6 +309,8 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    data_gate: DataGateConfig = field(default_factory=DataGateConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
