@@ -119,6 +119,10 @@ class Task(Protocol):
         """Verdict on one completion."""
         ...
 
+    def text(self, completion: Completion) -> str:
+        """What one completion says, without its stop token."""
+        ...
+
 
 class TelemetrySink(Protocol):
     """Somewhere metrics go. Called on rank 0 only."""

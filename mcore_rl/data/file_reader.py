@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +18,57 @@ from mcore_rl.rewards.values import parse_gsm8k_answer
 ANNOTATION = re.compile(r"<<[^>]*>>")
 
 
+@dataclass(frozen=True)
+class FileRows:
+    """Problems of a file in order, and one line per row that was left out: file, line (or row), key, why."""
+
+    problems: list[Problem]
+    bad_rows: tuple[str, ...] = ()
+
+
 def read_problems(path: str | Path) -> list[Problem]:
     """The problems of a file, in order. ValueError naming file, line (or row) and key on the first unusable one."""
+    return read_file(path, skip_bad=False).problems
+
+
+def read_file(path: str | Path, *, skip_bad: bool) -> FileRows:
+    """The problems of a file. skip_bad: unusable rows are left out and named in `bad_rows` instead of raising.
+
+    ValueError: no such file, unknown suffix, not a parquet file, no usable row.
+    """
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"task file {file}: no such file")
     readers = {".jsonl": _jsonl_rows, ".json": _jsonl_rows, ".parquet": _parquet_rows}
     if file.suffix not in readers:
         raise ValueError(f"task file {file}: suffix '{file.suffix}' is unknown; one of {sorted(readers)}")
-    problems = [_problem(where, row) for where, row in readers[file.suffix](file)]
+    problems: list[Problem] = []
+    bad: list[str] = []
+    for where, row in readers[file.suffix](file):
+        try:
+            problems.append(_problem(where, row))
+        except ValueError as error:
+            if not skip_bad:
+                raise
+            bad.append(str(error))
     if not problems:
-        raise ValueError(f"task file {file}: empty, no prompts left")
-    return problems
+        raise ValueError(f"task file {file}: empty, no prompts left" + (f"; first bad row: {bad[0]}" if bad else ""))
+    return FileRows(problems, tuple(bad))
 
 
 def _jsonl_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """(file:line, object); blank lines are skipped."""
-    with file.open(encoding="utf-8") as lines:
+    """(file:line, object or the error that stands in its place); blank lines are skipped."""
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
+            where = f"{file}:{number}"
             try:
-                yield f"{file}:{number}", json.loads(line)
+                yield where, json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                yield where, ValueError(f"{where}: not UTF-8: {error.reason} at byte {error.start}")
             except json.JSONDecodeError as error:
-                raise ValueError(f"{file}:{number}: not a JSON object: {error}") from error
+                yield where, ValueError(f"{where}: not a JSON object: {error}")
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
@@ -54,7 +82,9 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _problem(where: str, row: object) -> Problem:
-    """One row as a problem. ValueError naming the key that is missing or wrong."""
+    """One row as a problem. ValueError naming the key that is missing or wrong, or what stood in the row's place."""
+    if isinstance(row, ValueError):
+        raise row
     if not isinstance(row, dict):
         raise ValueError(f"{where}: {type(row).__name__} where an object with 'question' and 'answer' is needed")
     for key in ("question", "answer"):

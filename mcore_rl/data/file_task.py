@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
+from mcore_rl.data.intake import Intake
 from mcore_rl.data.problem import Problem
 from mcore_rl.data.render import Renderer
-from mcore_rl.data.splits import require_split, split_of
+from mcore_rl.data.splits import require_split
 from mcore_rl.rewards.extraction import write_slot
 from mcore_rl.rewards.grading import Grader
 from mcore_rl.rewards.judge import MathJudge
@@ -28,29 +29,19 @@ class SameValue:
         return same_value(extracted, prompt.answer, self.judge)
 
 
-def split_problems(train: Sequence[Problem], held_out: Sequence[Problem] | None) -> dict[str, list[Problem]]:
-    """Problems by split, each question once. With an evaluation file, that is test and the hash only sets val apart.
-
-    ValueError when a question of the evaluation file is also in the training file.
-    """
-    unique = {problem.question: problem for problem in train}
-    if held_out is None:
-        return {name: [p for p in unique.values() if split_of(p.question) == name] for name in ("train", "val", "test")}
-    test = {problem.question: problem for problem in held_out}
-    if shared := unique.keys() & test.keys():
-        raise ValueError(
-            f"task.eval_file: {len(shared)} of its questions are in task.train_file too, for example {min(shared)!r}"
-        )
-    val = [problem for problem in unique.values() if split_of(problem.question) == "val"]
-    train_left = [problem for problem in unique.values() if split_of(problem.question) != "val"]
-    return {"train": train_left, "val": val, "test": list(test.values())}
+@lru_cache(maxsize=8)
+def shuffled_order(stream: str, count: int) -> tuple[int, ...]:
+    """A permutation of range(count), a function of the stream's name alone."""
+    order = list(range(count))
+    random.Random(stream).shuffle(order)
+    return tuple(order)
 
 
 @dataclass(frozen=True)
 class FileTask:
     """types.Task over the problems of files. max_prompt_tokens drops longer prompts (counted in `dropped`)."""
 
-    problems: dict[str, list[Problem]]
+    intake: Intake
     grader: Grader
     renderer: Renderer
     seed: int
@@ -64,6 +55,11 @@ class FileTask:
                 f"{self.dropped} prompts over {self.max_prompt_tokens} tokens"
             )
 
+    @property
+    def problems(self) -> dict[str, list[Problem]]:
+        """By split, before any is dropped for its length."""
+        return self.intake.problems
+
     @cached_property
     def kept(self) -> dict[str, list[Problem]]:
         """Problems by split whose prompts fit."""
@@ -74,9 +70,24 @@ class FileTask:
         """Prompts left out because they are too long."""
         return sum(map(len, self.problems.values())) - sum(map(len, self.kept.values()))
 
+    def facts(self) -> dict[str, Any]:
+        """For the manifest: problems by split, and what was left out by reason."""
+        sizes = {split: len(problems) for split, problems in self.kept.items()}
+        return {"problems": sizes, "dropped": {**self.intake.dropped, "too_long_prompts": self.dropped}}
+
     def prompts(self, step: int, count: int) -> list[Prompt]:
         """`count` training prompts of rollout batch `step`, ids `s<step>-p<i>`; each row once per epoch."""
         return [self._prompt(f"s{step}-p{i}", self._at("epoch", step * count + i)) for i in range(count)]
+
+    def probe_prompts(self, first: int, count: int) -> list[Prompt]:
+        """Distinct training prompts `probe-p<i>`, i from `first`: those that training meets first.
+
+        ValueError when the split has fewer.
+        """
+        most = len(self.kept["train"])
+        if first + count > most:
+            raise ValueError(f"data_gate.prompts={first + count}: only {most} training prompts are left")
+        return [self._prompt(f"probe-p{i}", self._at("epoch", i)) for i in range(first, first + count)]
 
     def eval_prompts(self, split: str, count: int) -> list[Prompt]:
         """The first `count` problems of the split. ValueError when it has fewer."""
@@ -96,17 +107,27 @@ class FileTask:
         return pairs
 
     def score(self, prompt: Prompt, completion: Completion) -> Score:
-        """1 for a right answer in its slot that ended by itself, else 0."""
+        """The grader's verdict on a completion; only one that ended by itself can be right."""
         text, stopped = self.renderer.read(completion)
-        return self.grader.grade(prompt, text, stopped=stopped)
+        return self.grader.grade(prompt, text, stopped=stopped, n_tokens=len(completion.token_ids))
+
+    def text(self, completion: Completion) -> str:
+        """What was written, without the stop token."""
+        return self.renderer.read(completion)[0]
+
+    def trains_on(self, question: str) -> bool:
+        """Whether `question` is a training question of this task."""
+        return question in self._training_questions
+
+    @cached_property
+    def _training_questions(self) -> frozenset[str]:
+        return frozenset(problem.question for problem in self.kept["train"])
 
     def _at(self, stream: str, position: int) -> Problem:
         """The training problem at a position of the endless shuffled stream."""
         problems = self.kept["train"]
         epoch, index = divmod(position, len(problems))
-        order = list(range(len(problems)))
-        random.Random(f"{self.seed}/{stream}/{epoch}").shuffle(order)
-        return problems[order[index]]
+        return problems[shuffled_order(f"{self.seed}/{stream}/{epoch}", len(problems))[index]]
 
     def _fits(self, problem: Problem) -> bool:
         """Whether the prompt is short enough."""

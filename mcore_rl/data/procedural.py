@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from mcore_rl.data.problem import Problem
 from mcore_rl.data.render import Renderer
@@ -60,18 +60,19 @@ class ProceduralTask:
         drawn = self._draw("train", f"{self.seed}/train/{step}")
         return [self._prompt(f"s{step}-p{i}", next(drawn)) for i in range(count)]
 
+    def probe_prompts(self, first: int, count: int) -> list[Prompt]:
+        """Distinct training prompts `probe-p<i>`, i from `first`, from a stream of their own; the same whatever `first`.
+
+        ValueError when the task has fewer different questions.
+        """
+        found = self._distinct("train", f"{self.seed}/probe", first + count)
+        return [self._prompt(f"probe-p{i}", problem) for i, problem in enumerate(found) if i >= first]
+
     def eval_prompts(self, split: str, count: int) -> list[Prompt]:
         """`count` distinct prompts of val or test; a larger count begins with the smaller one's prompts."""
         require_split(split)
-        drawn, found = self._draw(split, f"eval/{split}"), dict[str, Problem]()
-        misses = 0
-        while len(found) < count:
-            problem = next(drawn)
-            misses = misses + 1 if problem.question in found else 0
-            if misses > DRAWS_WITHOUT_A_NEW_QUESTION:
-                raise _exhausted(split, count, len(found))
-            found[problem.question] = problem
-        return [self._prompt(f"{split}-p{i}", problem) for i, problem in enumerate(found.values())]
+        found = self._distinct(split, f"eval/{split}", count)
+        return [self._prompt(f"{split}-p{i}", problem) for i, problem in enumerate(found)]
 
     def demonstrations(self, step: int, count: int) -> list[tuple[Prompt, tuple[int, ...]]]:
         """Prompts `sft<step>-p<i>` with a worked or a direct answer, stop token last."""
@@ -87,9 +88,32 @@ class ProceduralTask:
         return pairs
 
     def score(self, prompt: Prompt, completion: Completion) -> Score:
-        """1 for a right answer in the right form that ended by itself, else 0."""
+        """The grader's verdict on a completion; only one that ended by itself can be right."""
         text, stopped = self.renderer.read(completion)
-        return self.grader.grade(prompt, text, stopped=stopped)
+        return self.grader.grade(prompt, text, stopped=stopped, n_tokens=len(completion.token_ids))
+
+    def text(self, completion: Completion) -> str:
+        """What was written, without the stop token."""
+        return self.renderer.read(completion)[0]
+
+    def trains_on(self, question: str) -> bool:
+        """Whether `question` may be drawn for training: a question of this generator whose hash is not held out."""
+        return split_of(question) == "train"
+
+    def facts(self) -> dict[str, Any]:
+        """For the manifest: questions are drawn, none is dropped."""
+        return {"problems": "drawn", "dropped": {}}
+
+    def _distinct(self, split: str, stream: str, count: int) -> list[Problem]:
+        """The first `count` different questions of a stream. ValueError when it has fewer."""
+        drawn, found, misses = self._draw(split, stream), dict[str, Problem](), 0
+        while len(found) < count:
+            problem = next(drawn)
+            misses = misses + 1 if problem.question in found else 0
+            if misses > DRAWS_WITHOUT_A_NEW_QUESTION:
+                raise _exhausted(split, count, len(found))
+            found[problem.question] = problem
+        return list(found.values())
 
     def _prompt(self, prompt_id: str, problem: Problem) -> Prompt:
         """The problem as it is asked."""
@@ -113,5 +137,5 @@ def _exhausted(split: str, count: int, found: int) -> ValueError:
     """The task is too easy to have that many different questions."""
     return ValueError(
         f"no prompts left: split '{split}' of this task has only {found} different questions, {count} were asked; "
-        "make the task larger (task.max_terms, task.numbers, task.max_number) or ask for fewer (eval.prompts)"
+        "make the task larger (task.max_terms, task.numbers, task.max_number) or ask for fewer (eval.prompts, data_gate.prompts)"
     )

@@ -92,11 +92,12 @@ def serve(target: str, limit_s: float, memory_bytes: int, warm_up: str | None) -
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    function: Callable[[Any], Any] | None = None
     with Caught() as start:
         function = load_function(target)
         if warm_up is not None:
             function(json.loads(warm_up))
-    if start.error is not None:
+    if function is None or start.error is not None:
         replies.write(json.dumps({"unavailable": start.describe()}) + "\n")
         replies.flush()
         return

@@ -203,12 +203,12 @@ def grader(full):
 @pytest.mark.parametrize(
     ("full", "text", "stopped", "score"),
     [
-        (True, r"7 5 \boxed{9}", True, Score(1.0, True, "9", True, False)),
+        (True, r"7 5 \boxed{9}", True, Score(1.0, True, "9", True, False, goal=1.0)),
         (True, r"\boxed{8}", True, Score(0.0, False, "8", True, False)),
         (True, r"\boxed{9}", False, Score(0.0, False, "9", False, True)),
         (True, r"\boxed{9} ok", True, Score(0.0, False, None, False, False)),
         (True, r"\a \boxed{9}", True, Score(0.0, False, None, False, False)),
-        (False, r"\boxed{9} ok", True, Score(1.0, True, "9", True, False)),
+        (False, r"\boxed{9} ok", True, Score(1.0, True, "9", True, False, goal=1.0)),
         (False, r"\boxed{9} and on and on", False, Score(0.0, False, "9", False, True)),
         (False, "9", True, Score(0.0, False, None, False, False)),
     ],

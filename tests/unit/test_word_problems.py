@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.data.file_reader import read_problems
-from mcore_rl.data.file_task import split_problems
+from mcore_rl.config.schema import TaskConfig
+from mcore_rl.data.intake import take_in
 from mcore_rl.rewards.expression import evaluate_expression
 from mcore_rl.rewards.values import parse_number
 
@@ -47,8 +47,9 @@ def test_first_operands_come_from_the_question_or_an_earlier_step(split):
 
 
 def test_sizes_and_splits():
-    problems = split_problems(read_problems(FILES["train"]), read_problems(FILES["test"]))
-    sizes = {split: len(found) for split, found in problems.items()}
+    found = take_in(TaskConfig(train_file=str(FILES["train"]), eval_file=str(FILES["test"])))
+    assert set(found.dropped.values()) == {0}
+    sizes = {split: len(problems) for split, problems in found.problems.items()}
     assert sizes["test"] == 16
     assert sizes["train"] + sizes["val"] == 40
     assert sizes["val"] >= 2
