@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -29,8 +30,7 @@ def compose_config(overrides: Sequence[str] = (), *, config_root: Path = CONFIG_
     if not (config_root / "config.yaml").is_file():
         raise ValueError(f"no config.yaml in {config_root}: the configs/ folder belongs beside the mcore_rl package")
     checked = [_checked(text, config_root) for text in overrides]
-    ConfigStore.instance().store(name="run_config", node=RunConfig)
-    OmegaConf.register_new_resolver("repo", lambda: str(CONFIG_ROOT.parent), replace=True)
+    _register()
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(config_root), version_base="1.3"):
@@ -38,6 +38,13 @@ def compose_config(overrides: Sequence[str] = (), *, config_root: Path = CONFIG_
             return _as_run_config(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_one_line(error, overrides)) from error
+
+
+@cache
+def _register() -> None:
+    """The schema and our resolver, once per process: Hydra keeps both."""
+    ConfigStore.instance().store(name="run_config", node=RunConfig)
+    OmegaConf.register_new_resolver("repo", lambda: str(CONFIG_ROOT.parent), replace=True)
 
 
 def resolved_yaml(config: RunConfig) -> str:

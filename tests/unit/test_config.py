@@ -6,12 +6,20 @@ from mcore_rl.config.compose import CONFIG_ROOT, compose_config, config_groups, 
 from mcore_rl.config.keys import all_keys, describe, type_at
 from mcore_rl.config.schema import Aggregation, Baseline, Placement, RatioLevel, RouterMode, RunConfig
 
-CHOICES = [f"{group}={option}" for group, options in config_groups().items() for option in options]
+GROUPS = config_groups()
+# Every option once: one of each group at a time, experiments (which choose groups themselves) alone.
+ROUNDS = [
+    *([f"experiment={name}"] for name in GROUPS["experiment"]),
+    *(
+        [f"{group}={options[number]}" for group, options in GROUPS.items() if group != "experiment" and number < len(options)]
+        for number in range(max(len(options) for group, options in GROUPS.items() if group != "experiment"))
+    ),
+]
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_every_option_of_every_group_composes_and_reads_back(choice, tmp_path):
-    config = compose_config([choice])
+@pytest.mark.parametrize("choices", ROUNDS, ids=" ".join)
+def test_every_option_of_every_group_composes_and_reads_back(choices, tmp_path):
+    config = compose_config(choices)
     assert isinstance(config, RunConfig)
     (tmp_path / "config.yaml").write_text(resolved_yaml(config))
     assert load_config(tmp_path / "config.yaml") == config
