@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.utils import get_model_config
 
 from parallel.groups import ProcessGroups
@@ -19,7 +19,7 @@ KINDS = ("adam", "sgd")
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """kind: adam (decoupled weight decay) or sgd (no momentum). clip_grad 0 switches clipping off."""
+    """kind: adam (decoupled weight decay, of matrices only) or sgd (no momentum). clip_grad 0 switches clipping off."""
 
     kind: str = "adam"
     lr: float = 1e-6
@@ -147,5 +147,9 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], settings: Optimiz
     if settings.cpu_offload and device.type == "cpu":
         raise ValueError("optimizer.cpu_offload=True needs a model on a GPU; this one is on the CPU")
     config = _megatron_config(settings, chunks[0])
-    optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    exceptions = get_standard_config_overrides(config)
+    optimizer = get_megatron_optimizer(config, list(chunks), exceptions, use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        # Megatron leaves this to its scheduler, which we do not use: vectors (norms, biases, decay rates) do not decay.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
     return TrainerOptimizer(chunks, optimizer)

@@ -5,14 +5,13 @@ import sys
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import apply_factories, apply_factory_merges
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors, extract_sharded_tensors_and_factories
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories, apply_factory_merges
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from models.delta_net_kernel import preflight
 from models.delta_net_mapping import DeltaNetConv, FuseDeltaNetFlat, FuseDeltaNetGrouped, HeadVector
 from models.gated_delta_net import GatedDeltaNet
 from models.mapping import Rename
@@ -176,7 +175,8 @@ def sharded_pieces(groups, device, *, sizes, style, tensors):
     apply_factories(state)
     pieces, _ = extract_sharded_tensors(state)
     loaded = dict_list_map_outplace(lambda piece: piece.data, pieces)
-    back = apply_factory_merges(loaded, extract_sharded_tensors_and_factories(kept)[0])
+    factories, _ = extract_matching_values(kept, lambda value: isinstance(value, ShardedTensorFactory))
+    back = apply_factory_merges(loaded, factories)
     assert all(torch.equal(back[f"layer.{name}"], parameter) for name, parameter in layer.named_parameters())
     return [(piece.key, piece.global_shape, piece.global_offset, piece.data.detach()) for piece in nested_values(pieces)]
 
@@ -191,7 +191,3 @@ def build_without_kernel(groups, device, sizes):
     finally:
         del sys.modules["fla"]
     return None
-
-
-def preflight_on_rank(groups, device):
-    return preflight(device)

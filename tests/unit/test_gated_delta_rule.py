@@ -1,11 +1,13 @@
 """The chunked gated delta rule is the token-by-token one, in values and gradients, and nothing crosses a segment border."""
 
 import math
+import sys
 from itertools import pairwise
 
 import pytest
 import torch
 
+from models.delta_net_kernel import check_kernel, preflight
 from models.gated_delta_rule import (
     DeltaRuleInputs,
     causal_convolution,
@@ -202,3 +204,16 @@ def test_infinities_do_not_cross_a_border():
     clean = causal_convolution(x, weight, (0, 4, 10))
     x[3] = torch.inf
     assert torch.equal(causal_convolution(x, weight, (0, 4, 10))[4:], clean[4:])
+
+
+def test_preflight_on_the_cpu():
+    assert 0 < preflight(torch.device("cpu")) < 1e-5
+    with pytest.raises(RuntimeError, match="away from its reference"):
+        preflight(torch.device("cpu"), tolerance=1e-12)
+
+
+def test_a_missing_kernel_is_refused_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla", None)  # as if it were not installed
+    check_kernel(torch.device("cpu"))
+    with pytest.raises(ValueError, match="flash-linear-attention"):
+        check_kernel(torch.device("cuda"))
