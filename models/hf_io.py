@@ -8,6 +8,7 @@ one by one; writers write what the source folder had.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ def is_finite(tensor: Tensor) -> bool:
     """No NaN and no infinity in a floating-point tensor; one pass, no copy (NaN wins every comparison of aminmax)."""
     if tensor.numel() == 0:
         return True
-    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor))
+    return all(math.isfinite(extreme.item()) for extreme in torch.aminmax(tensor))
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,9 @@ class CheckpointReader:
         return self._file_of[self._stored(name)].path
 
     def entry(self, name: str) -> Entry:
-        """What the header says about a name of `stored_names`."""
-        return self._file_of[self._stored(name)].entries[name]
+        """What the header says about the stored tensor that is, or holds, `name`."""
+        stored = self._stored(name)
+        return self._file_of[stored].entries[stored]
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype as stored; ValueError for one we do not train in."""

@@ -1,0 +1,194 @@
+"""A Megatron distributed checkpoint (torch_dist), read tensor by tensor, whatever layout wrote it. No Megatron, no ranks.
+
+Only `.metadata` is unpickled, as torch's own reader does: read checkpoints of people you trust.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from models.checkpoint_items import ItemFile
+from models.checkpoint_layout import Section
+from models.hf_io import some
+
+MARKER = "metadata.json"
+BACKEND = "torch_dist"
+_NUMBERED_LAYER = re.compile(r"^decoder\.layers\.\d+\.")
+NOT_WEIGHTS = ("optimizer.", "rng_state", "common_state", "rerun_state_machine_state")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A block of a stored tensor: where it begins in the tensor, its shape, and where its bytes are."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    place: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of the checkpoint and its chunks."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+def is_distributed_checkpoint(folder: Path) -> bool:
+    """True for a complete Megatron checkpoint: its marker is the last file to be written."""
+    return (folder / MARKER).is_file()
+
+
+def _backend(folder: Path) -> str:
+    try:
+        return str(json.loads((folder / MARKER).read_text(encoding="utf-8"))["sharded_backend"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / MARKER} does not describe a Megatron checkpoint: {error!r}") from error
+
+
+class MegatronReader:
+    """Tensors of a checkpoint by key. Every error is a ValueError naming the file, and the tensor where there is one."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the metadata and check that the files are as long as it says."""
+        self.folder = folder
+        if not is_distributed_checkpoint(folder):
+            raise ValueError(f"{folder} is not a complete Megatron checkpoint: it has no {MARKER}")
+        if _backend(folder) != BACKEND:
+            raise ValueError(f"{folder / MARKER}: sharded_backend = {_backend(folder)!r} is not supported; {BACKEND!r} is")
+        self.tensors = self._index(self._metadata())
+        self._files: dict[str, ItemFile] = {}
+        self._check_files()
+        self._at = {(t.key, chunk.offset): chunk for t in self.tensors.values() for chunk in t.chunks}
+
+    def _metadata(self) -> Metadata:
+        path = self.folder / ".metadata"
+        if not path.is_file():
+            raise ValueError(f"{path} is missing")
+        try:
+            return FileSystemReader(self.folder).read_metadata()
+        except (EOFError, ValueError, KeyError, IndexError, torch.serialization.pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} cannot be read: {error!r}") from error
+
+    def _index(self, metadata: Metadata) -> dict[str, StoredTensor]:
+        storage: dict[Any, Any] = metadata.storage_data or {}
+        places = {(index.fqn, tuple(index.offset)): info for index, info in storage.items() if index.offset is not None}
+        tensors: dict[str, StoredTensor] = {}
+        for key, stored in metadata.state_dict_metadata.items():
+            if not isinstance(stored, TensorStorageMetadata):
+                continue
+            chunks = []
+            for block in stored.chunks:
+                info = places.get((key, tuple(block.offsets)))
+                if info is None:
+                    raise ValueError(f"{self.folder / '.metadata'}: {key} has no data at {list(block.offsets)}")
+                chunks.append(Chunk(tuple(block.offsets), tuple(block.sizes), info.relative_path, (info.offset, info.length)))
+            tensors[key] = StoredTensor(key, stored.properties.dtype, tuple(stored.size), tuple(chunks))
+        return tensors
+
+    def _check_files(self) -> None:
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                path = self.folder / chunk.file
+                if chunk.file not in sizes:
+                    if not path.is_file():
+                        raise ValueError(f"{path} is missing; it holds {tensor.key}")
+                    sizes[chunk.file] = path.stat().st_size
+                end = sum(chunk.place)
+                if end > sizes[chunk.file]:
+                    raise ValueError(f"{path} is truncated: {tensor.key} ends at byte {end} of {sizes[chunk.file]}")
+
+    def weights(self) -> frozenset[str]:
+        """Keys of the model's own tensors: no optimizer states."""
+        return frozenset(key for key in self.tensors if not key.startswith(NOT_WEIGHTS))
+
+    @property
+    def stacked(self) -> bool:
+        """True when the layers of one kind of parameter are one tensor, False when the layer's number is in the key."""
+        return not any(_NUMBERED_LAYER.match(key) for key in self.tensors)
+
+    def stored(self, key: str) -> StoredTensor:
+        """The tensor's description; ValueError when there is none."""
+        if key not in self.tensors:
+            raise ValueError(f"{self.folder} lacks the tensor {key}")
+        return self.tensors[key]
+
+    def path_of(self, key: str) -> Path:
+        """A file that holds a part of the tensor."""
+        return self.folder / self.stored(key).chunks[0].file
+
+    def chunk(self, tensor: StoredTensor, chunk: Chunk) -> Tensor:
+        """The chunk's tensor: a view of the mapped file where it can be."""
+        if chunk.file not in self._files:
+            self._files[chunk.file] = ItemFile(self.folder / chunk.file)
+        try:
+            return self._files[chunk.file].read(chunk.place, tensor.dtype, chunk.shape)
+        except ValueError as error:
+            raise ValueError(f"{tensor.key}: {error}") from error
+
+    def read(self, section: Section) -> Tensor:
+        """A section of a parameter, [*section.shape]; fewer rows when the checkpoint pads its vocabulary less.
+
+        A view of the mapped file when one chunk holds just that. ValueError naming what is missing or does not fit.
+        """
+        tensor = self.stored(section.key)
+        exact = self._at.get((section.key, section.offset))
+        if exact is not None and exact.shape == (*(1 for _ in section.lead), *section.shape):
+            return self.chunk(tensor, exact).reshape(section.shape)
+        return self._assemble(tensor, section)
+
+    def _assemble(self, tensor: StoredTensor, section: Section) -> Tensor:
+        start = section.offset
+        shape = (*(1 for _ in section.lead), *section.shape)
+        stop = tuple(min(a + n, limit) for a, n, limit in zip(start, shape, tensor.shape, strict=True))
+        wanted = tuple(b - a for a, b in zip(start, stop, strict=True))
+        whole = torch.empty(wanted, dtype=tensor.dtype)
+        filled = 0
+        for chunk in tensor.chunks:
+            low = tuple(max(a, b) for a, b in zip(start, chunk.offset, strict=True))
+            high = tuple(min(a, b + n) for a, b, n in zip(stop, chunk.offset, chunk.shape, strict=True))
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            part = self.chunk(tensor, chunk)[_slices(low, high, chunk.offset)]
+            whole[_slices(low, high, start)].copy_(part)
+            filled += part.numel()
+        if filled != whole.numel():
+            raise ValueError(
+                f"{self.folder}: the chunks of {tensor.key} hold {filled} of {whole.numel()} elements at {list(start)}"
+            )
+        return whole.reshape(wanted[len(section.lead) :])
+
+
+def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+
+
+def check_stored(reader: MegatronReader, sections: Sequence[Section], padded: frozenset[str]) -> None:
+    """ValueError naming the key when tensors are missing, unexpected, or of another shape than the model's.
+
+    padded: keys whose first dimension may be longer or shorter than ours (vocabularies).
+    """
+    shapes = {section.key: section.global_shape for section in sections}
+    missing, extra = shapes.keys() - reader.tensors.keys(), reader.weights() - shapes.keys()
+    if missing:
+        raise ValueError(f"{reader.folder} lacks {len(missing)} tensors of the model: {some(missing)}")
+    if extra:
+        raise ValueError(f"{reader.folder} holds {len(extra)} tensors that the model does not have: {some(extra)}")
+    for key, shape in shapes.items():
+        found = reader.tensors[key].shape
+        if found != shape and not (key in padded and found[1:] == shape[1:]):
+            raise ValueError(f"{reader.path_of(key)}: {key} is {list(found)}, but the configuration says {list(shape)}")
