@@ -13,7 +13,12 @@ def stage_of(rule: Rule, spec: ModelSpec, layout: ParallelLayout) -> int:
         return 0
     if rule.place is Place.LAST or rule.layer is None:
         return layout.pp - 1
-    return rule.layer // (spec.num_layers // (layout.pp * layout.chunks)) % layout.pp
+    return layout.stage_of_layer(spec.num_layers, rule.layer)
+
+
+def layers_of(spec: ModelSpec, layout: ParallelLayout, pp_rank: int, chunk: int) -> tuple[int, ...]:
+    """0-based numbers of the layers in a pipeline rank's chunk."""
+    return tuple(layout.chunk_layers(spec.num_layers, pp_rank, chunk))
 
 
 def expert_rank_of(rule: Rule, spec: ModelSpec, layout: ParallelLayout) -> int:

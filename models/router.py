@@ -1,9 +1,9 @@
 """The router of our mixture-of-experts layers: Megatron's top-k router plus the router policy and routing taps.
 
-Which tokens does a rank see? With sequence parallelism each tensor-parallel rank routes its own slice of the packed row;
-without it every one routes the whole row, and only tensor-parallel rank 0 counts it. Either way each token of a layer is
-counted on exactly one rank, so a plain sum over all ranks (`sum_over_ranks`) is the global value: data-parallel ranks
-hold different tokens, pipeline ranks different layers.
+Which tokens does a rank see? Each context-parallel rank its part of the packed row. With sequence parallelism each
+tensor-parallel rank routes its own slice of that; without it every one routes all of it, and only tensor-parallel rank 0
+counts it. Either way each token of a layer is counted on exactly one rank, so a plain sum over all ranks
+(`sum_over_ranks`) is the global value: data-parallel ranks hold different tokens, pipeline ranks different layers.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PolicyRouter(TopKRouter):
             expected, piece = tokens, slice(None)
         if running.token_mask.shape != (expected,):
             raise ValueError(
-                f"router_pass: token_mask has shape {tuple(running.token_mask.shape)}, the row has {expected} tokens"
+                f"router_pass: token_mask has shape {tuple(running.token_mask.shape)}, this rank's row has {expected} tokens"
             )
         return running.token_mask[piece]
 
@@ -113,8 +113,9 @@ class PolicyRouter(TopKRouter):
             raise ValueError("router_pass: the auxiliary loss needs batch_tokens, the masked tokens of the whole update")
         mask = self._local_mask(running, logits.shape[0])
         load = routing_map[mask].sum(0).float()
-        if self.config.sequence_parallel and self.tp_group.size() > 1:
-            dist.all_reduce(load, group=self.tp_group)
+        sharing = self.tp_cp_group if self.config.sequence_parallel else self.cp_group
+        if sharing.size() > 1:
+            dist.all_reduce(load, group=sharing)
         load = load / load.sum().clamp_min(1.0)
         probability = logits[mask].float().softmax(-1).sum(0) / running.batch_tokens
         return self.control.aux_loss_coef * logits.shape[-1] / self.config.num_layers * (load * probability).sum()

@@ -41,7 +41,8 @@ class RouterPolicy:
 class RouterPass:
     """What the running forward is for, and which of its T packed tokens count.
 
-    token_mask: bool [T], the response tokens of the whole packed row (not of this rank's slice of it).
+    token_mask: bool [T / cp], the response tokens among this context-parallel rank's part of the packed row (all of the
+    part, not only this rank's slice of it under sequence parallelism).
     step, micro_batch: name the jitter noise, so that it is drawn again from its names alone.
     batch_tokens: masked tokens of the whole update over all ranks; only the auxiliary loss needs it.
     """

@@ -7,6 +7,7 @@ dense layers: rank = tp + TP (cp + CP (dp + DP pp)); expert layers: rank = etp +
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class ParallelLayout:
     """Parallel sizes of the trainer: world = dp x tp x pp x cp, and world = edp x ep x etp x pp for the experts.
 
     vpp: model chunks per pipeline rank (None: one). sp: sequence parallel, the norms' tokens split over tp.
+    first_stage_layers, last_stage_layers: layers of the first and last pipeline rank, over all its chunks, where they are
+    not as many as those of the others (None: the even share of what is left).
     ValueError at construction when the sizes cannot be arranged at all; `validate` adds the model's sizes.
     """
 
@@ -57,6 +60,8 @@ class ParallelLayout:
     etp: int = 1
     cp: int = 1
     sp: bool = False
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no model can be laid out on (ValueError naming the numbers)."""
@@ -75,14 +80,22 @@ class ParallelLayout:
             raise ValueError("layout.sp=True needs layout.tp > 1: sequence parallel splits tokens over the tensor-parallel ranks")
         if self.vpp is not None and self.pp == 1:
             raise ValueError(f"layout.vpp={self.vpp} needs layout.pp > 1")
+        for key, layers in self._uneven().items():
+            if layers is not None and self.pp == 1:
+                raise ValueError(f"layout.{key}={layers} needs layout.pp > 1")
+
+    def _uneven(self) -> dict[str, int | None]:
+        return {"first_stage_layers": self.first_stage_layers, "last_stage_layers": self.last_stage_layers}
 
     def _check_positive(self) -> None:
         sizes = {"world": self.world, "tp": self.tp, "pp": self.pp, "ep": self.ep, "etp": self.etp, "cp": self.cp}
         for key, size in sizes.items():
             if size < 1:
                 raise ValueError(f"layout.{key}={size} must be at least 1")
-        if self.vpp is not None and self.vpp < 1:
-            raise ValueError(f"layout.vpp={self.vpp} must be at least 1, or null")
+        optional = {"vpp": self.vpp, **self._uneven()}
+        for key, size in optional.items():
+            if size is not None and size < 1:
+                raise ValueError(f"layout.{key}={size} must be at least 1, or null")
 
     @property
     def dp(self) -> int:
@@ -100,9 +113,14 @@ class ParallelLayout:
         return self.vpp or 1
 
     @property
+    def segment_multiple(self) -> int:
+        """The length of every segment of a packed row must be a multiple of this: context parallelism cuts 2 cp chunks."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
     def token_multiple(self) -> int:
         """A micro-batch's token count must be a multiple of this."""
-        return (self.tp if self.sp else 1) * (2 * self.cp if self.cp > 1 else 1)
+        return (self.tp if self.sp else 1) * self.segment_multiple
 
     @property
     def micro_batch_multiple(self) -> int:
@@ -114,9 +132,7 @@ class ParallelLayout:
         _divides(self.tp, "tp", dims.num_heads, "attention heads")
         _divides(self.tp, "tp", dims.num_kv_heads, "key-value heads")
         _divides(self.tp, "tp", dims.ffn, "ffn columns")
-        stages = self.pp * self.chunks
-        if dims.num_layers % stages:
-            raise ValueError(f"layout.pp x vpp = {self.pp} x {self.chunks} = {stages} does not divide {dims.num_layers} layers")
+        self.stage_layers(dims.num_layers)
         if dims.num_experts is None:
             self._validate_dense()
             return
@@ -126,6 +142,39 @@ class ParallelLayout:
             raise ValueError(
                 f"layout.tp={self.tp} of a mixture-of-experts model needs layout.sp=True: its experts would see tokens twice"
             )
+
+    def stage_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each pipeline rank, over all its chunks; ValueError when they cannot be dealt out."""
+        uneven = {key: layers for key, layers in self._uneven().items() if layers is not None}
+        middle, left = self.pp - len(uneven), num_layers - sum(uneven.values())
+        self._check_stages(num_layers, uneven, left=left, middle=middle)
+        even = left // middle if middle else 0
+        return (self.first_stage_layers or even, *[even] * (self.pp - 2), self.last_stage_layers or even)[-self.pp :]
+
+    def _check_stages(self, num_layers: int, uneven: dict[str, int], *, left: int, middle: int) -> None:
+        pipeline = f"layout.pp x vpp = {self.pp} x {self.chunks} = {self.pp * self.chunks}"
+        if not uneven and num_layers % (self.pp * self.chunks):
+            raise ValueError(f"{pipeline} does not divide {num_layers} layers")
+        for key, layers in uneven.items():
+            if layers % self.chunks:
+                raise ValueError(f"layout.{key}={layers} is not a multiple of layout.vpp={self.chunks}")
+        given = " and ".join(f"layout.{key}={layers}" for key, layers in uneven.items())
+        if (middle and left < middle) or left % max(1, middle * self.chunks) or (not middle and left):
+            raise ValueError(
+                f"{given} of {num_layers} layers leaves {left} for the other {middle} stages; {pipeline} cannot deal them evenly"
+            )
+
+    def chunk_layers(self, num_layers: int, pp_rank: int, chunk: int) -> range:
+        """0-based numbers of the layers in one chunk of a pipeline rank: chunk after chunk, in each rank after rank."""
+        counts = [layers // self.chunks for layers in self.stage_layers(num_layers)]
+        first = chunk * sum(counts) + sum(counts[:pp_rank])
+        return range(first, first + counts[pp_rank])
+
+    def stage_of_layer(self, num_layers: int, layer: int) -> int:
+        """Pipeline rank of the layer with this 0-based number."""
+        counts = [layers // self.chunks for layers in self.stage_layers(num_layers)]
+        place = layer % sum(counts)
+        return sum(place >= end for end in accumulate(counts))
 
     def _validate_dense(self) -> None:
         for key, size in (("ep", self.ep), ("etp", self.etp)):

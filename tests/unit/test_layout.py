@@ -30,6 +30,8 @@ DENSE = dataclasses.replace(MOE, num_experts=None, moe_ffn=None)
         ({"world": 2, "pp": 2, "ep": 2}, "layout.world=2 is not a multiple of ep x etp x pp = 2 x 1 x 2 = 4"),
         ({"sp": True}, "layout.sp=True needs layout.tp > 1"),
         ({"vpp": 2}, "layout.vpp=2 needs layout.pp > 1"),
+        ({"first_stage_layers": 2}, "layout.first_stage_layers=2 needs layout.pp > 1"),
+        ({"world": 2, "pp": 2, "last_stage_layers": 0}, "layout.last_stage_layers=0 must be at least 1, or null"),
     ],
 )
 def test_sizes_that_no_model_fits(sizes, message):
@@ -48,6 +50,26 @@ def test_sizes_that_no_model_fits(sizes, message):
         ({"world": 4, "tp": 4}, dataclasses.replace(DENSE, ffn=6), "layout.tp=4 does not divide 6 ffn columns"),
         ({"world": 3, "pp": 3}, MOE, "layout.pp x vpp = 3 x 1 = 3 does not divide 4 layers"),
         ({"world": 2, "pp": 2, "vpp": 4}, MOE, "layout.pp x vpp = 2 x 4 = 8 does not divide 4 layers"),
+        (
+            {"world": 2, "pp": 2, "first_stage_layers": 4},
+            MOE,
+            "layout.first_stage_layers=4 of 4 layers leaves 0 for the other 1 stages; layout.pp x vpp = 2 x 1 = 2",
+        ),
+        (
+            {"world": 2, "pp": 2, "first_stage_layers": 1, "last_stage_layers": 2},
+            MOE,
+            "layout.first_stage_layers=1 and layout.last_stage_layers=2 of 4 layers leaves 1 for the other 0 stages",
+        ),
+        (
+            {"world": 3, "pp": 3, "first_stage_layers": 1},
+            MOE,
+            "layout.first_stage_layers=1 of 4 layers leaves 3 for the other 2 stages",
+        ),
+        (
+            {"world": 2, "pp": 2, "vpp": 2, "first_stage_layers": 1},
+            MOE,
+            "layout.first_stage_layers=1 is not a multiple of layout.vpp=2",
+        ),
         ({"world": 2, "ep": 2}, DENSE, "layout.ep=2 needs a model with experts"),
         ({"world": 2, "etp": 2}, DENSE, "layout.etp=2 needs a model with experts"),
         ({"world": 2, "tp": 2}, MOE, "layout.tp=2 of a mixture-of-experts model needs layout.sp=True"),
@@ -78,6 +100,26 @@ def test_data_parallel_sizes():
     assert (layout.dp, layout.edp, layout.chunks, layout.token_multiple, layout.micro_batch_multiple) == (4, 2, 1, 2, 1)
     layout = ParallelLayout(world=8, pp=2, vpp=2, cp=2)
     assert (layout.dp, layout.edp, layout.chunks, layout.token_multiple, layout.micro_batch_multiple) == (2, 4, 2, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chunks"),
+    [
+        ({}, [[[0, 1, 2, 3, 4, 5, 6, 7]]]),
+        ({"world": 2, "pp": 2}, [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]),
+        ({"world": 2, "pp": 2, "first_stage_layers": 3}, [[[0, 1, 2]], [[3, 4, 5, 6, 7]]]),
+        ({"world": 2, "pp": 2, "first_stage_layers": 3, "last_stage_layers": 5}, [[[0, 1, 2]], [[3, 4, 5, 6, 7]]]),
+        ({"world": 2, "pp": 2, "vpp": 2}, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]),
+        ({"world": 2, "pp": 2, "vpp": 2, "first_stage_layers": 2}, [[[0], [4]], [[1, 2, 3], [5, 6, 7]]]),
+        ({"world": 3, "pp": 3, "vpp": 2, "last_stage_layers": 4}, [[[0], [4]], [[1], [5]], [[2, 3], [6, 7]]]),
+        ({"world": 4, "pp": 4, "first_stage_layers": 1, "last_stage_layers": 3}, [[[0]], [[1, 2]], [[3, 4]], [[5, 6, 7]]]),
+    ],
+)
+def test_layers_of_every_chunk_by_hand(sizes, chunks):
+    layout = ParallelLayout(**sizes)
+    for rank, held in enumerate(chunks):
+        assert [list(layout.chunk_layers(8, rank, chunk)) for chunk in range(layout.chunks)] == held
+        assert all(layout.stage_of_layer(8, layer) == rank for layers in held for layer in layers)
 
 
 def test_coordinates_by_hand():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from models.attention import PackedAttention, packed_causal_attention
+from parallel.context import shard_indices
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 
@@ -47,6 +48,27 @@ def test_values_and_gradients(lengths, scale):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("chunks", [[1], [1, 3, 2, 7], [4, 4]], ids=str)
+def test_queries_of_a_part_of_the_row(size, chunks):
+    """Each context-parallel rank's queries against all keys; the gradient of the keys is the sum over ranks."""
+    lengths = [2 * size * chunk for chunk in chunks]
+    inputs, cu_seqlens = tensors(lengths), torch.tensor(borders(lengths))
+    want = written_out(*inputs, lengths, DIM**-0.5)
+    parts = [shard_indices(cu_seqlens, size, rank) for rank in range(size)]
+    query, key, value = inputs
+    ours = [
+        packed_causal_attention(query[mine], key, value, borders(lengths), None, part=(rank, size))
+        for rank, mine in enumerate(parts)
+    ]
+    for got, mine in zip(ours, parts, strict=True):
+        torch.testing.assert_close(got, want[mine], rtol=1e-10, atol=1e-12)
+    upstream = torch.randn_like(want)
+    total = sum((got * upstream[mine]).sum() for got, mine in zip(ours, parts, strict=True))
+    for got, expected in zip(torch.autograd.grad(total, inputs), torch.autograd.grad(want, inputs, upstream), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+
+
 def test_bfloat16_is_close():
     lengths = [5, 12, 3]
     inputs = [tensor.detach().bfloat16() for tensor in tensors(lengths)]
@@ -71,7 +93,7 @@ def test_borders_must_cover_the_row():
 
 
 def test_what_it_cannot_do_is_refused():
-    with pytest.raises(ValueError, match=r"layout.cp = 2 needs TransformerEngine"):
+    with pytest.raises(ValueError, match=r"layout.cp = 2: the attention was given no process groups"):
         PackedAttention(SimpleNamespace(context_parallel_size=2, attention_dropout=0.0))
     with pytest.raises(ValueError, match=r"attention_dropout = 0.1"):
         PackedAttention(SimpleNamespace(context_parallel_size=1, attention_dropout=0.1))

@@ -28,6 +28,22 @@ def test_hand_packed_row():
     assert row.real.tolist() == [True] * 5 + [False] * 3
 
 
+def test_hand_packed_row_of_padded_segments():
+    """Context parallel over 2 ranks with sequence parallel over 2: segments of 4, rows of 8 tokens."""
+    ids = sequences([2, 5])
+    row = pack_micro_batch(ids, [0, 1], multiple=8, segment_multiple=4)
+    assert row.token_ids.tolist() == [100, 101, 0, 0, 200, 201, 202, 203, 204, 0, 0, 0, 0, 0, 0, 0]
+    assert row.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
+    assert row.cu_seqlens.tolist() == [0, 4, 12, 16] and row.segments == (0, 1, DUMMY) and row.used == (2, 5, 0)
+    assert row.real.tolist() == [True] * 2 + [False] * 2 + [True] * 5 + [False] * 7
+    assert {i: part.tolist() for i, part in row.unpack(row.token_ids).items()} == {0: [100, 101], 1: [200, 201, 202, 203, 204]}
+
+
+def test_segments_that_do_not_make_a_row_are_refused():
+    with pytest.raises(ValueError, match="a multiple of 6 tokens cannot be made of segments of a multiple of 4"):
+        pack_micro_batch(sequences([2]), [0], multiple=6, segment_multiple=4)
+
+
 def test_no_padding_segment_when_it_fits():
     row = pack_micro_batch(sequences([2, 2]), [0, 1], multiple=4)
     assert row.segments == (0, 1)
@@ -41,15 +57,16 @@ def test_dummy_micro_batch_belongs_to_nobody():
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 @pytest.mark.parametrize("budget", [34, 40, 87, 1000])
-@pytest.mark.parametrize("multiple", [1, 2])
-def test_round_trip(dp_size, budget, multiple):
-    ids = sequences(LENGTHS)
-    plan = plan_micro_batches(LENGTHS, dp_size=dp_size, token_budget=budget, multiple=multiple)
+@pytest.mark.parametrize(("multiple", "segment_multiple"), [(1, 1), (2, 1), (2, 2)])
+def test_round_trip(dp_size, budget, multiple, segment_multiple):
+    ids, lengths = sequences(LENGTHS), {"multiple": multiple, "segment_multiple": segment_multiple}
+    plan = plan_micro_batches(LENGTHS, dp_size=dp_size, token_budget=budget, **lengths)
     back = {}
     for rank in plan:
         for indices in rank:
-            row = pack_micro_batch(ids, indices, multiple=multiple)
+            row = pack_micro_batch(ids, indices, **lengths)
             assert row.num_tokens <= budget and row.num_tokens % multiple == 0
+            assert all(length % segment_multiple == 0 for length in row.lengths())
             back.update(row.unpack(row.pack([values * 2 for values in ids])))
     assert sorted(back) == list(range(len(ids)))
     assert all(torch.equal(back[i], ids[i] * 2) for i in back)
@@ -93,3 +110,8 @@ def test_long_tail_is_balanced_and_full():
 def test_refusals(lengths, needle):
     with pytest.raises(ValueError, match=needle):
         plan_micro_batches(lengths, dp_size=1, token_budget=17, multiple=2)
+
+
+def test_a_sequence_that_is_too_long_once_padded():
+    with pytest.raises(ValueError, match=r"sequence 1 has 9 tokens \(12 with padding\), more than .* \(8 after rounding"):
+        plan_micro_batches([3, 9], dp_size=1, token_budget=11, multiple=4, segment_multiple=4)
