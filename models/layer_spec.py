@@ -1,7 +1,8 @@
 """The layer specifications that Megatron builds a chunk from: TransformerEngine's, or the local ones with our parts.
 
 Our parts in the local spec: packed attention, an RMS norm that knows sequence parallelism and zero-centred weights; in
-both: the policy's router. Megatron's own are the gate on the attention output and the shared expert with its gate.
+both: GatedDeltaNet and the policy's router. Megatron's own are the gate on the attention output and the shared expert
+with its gate.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from models.attention import PackedAttention
+from models.gated_delta_net import GatedDeltaNet
 from models.norm import RMSNorm
 from models.router import PolicyRouter
 from models.router_policy import RouterControl
@@ -57,8 +59,6 @@ def block_spec(
 
 
 def _layer(config: Any, spec: ModelSpec, number: int, *, impl: str, control: RouterControl) -> ModuleSpec:
-    if spec.is_linear(number):
-        raise ValueError(f"{spec.architecture}: layer {number} is a GatedDeltaNet layer, which cannot be built yet")
     make = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec if impl == "te" else _local_layer
     experts = config.num_moe_experts if spec.has_experts(number) else None
     layer: ModuleSpec = make(
@@ -66,10 +66,26 @@ def _layer(config: Any, spec: ModelSpec, number: int, *, impl: str, control: Rou
         moe_grouped_gemm=config.moe_grouped_gemm if experts is not None else False,
         qk_layernorm=config.qk_layernorm,
     )
+    parts: Any = layer.submodules
     if experts is not None:
-        parts: Any = layer.submodules
         _submodules(parts.mlp).router = partial(PolicyRouter, control=control)
+    if spec.is_linear(number):
+        parts.self_attention = ModuleSpec(GatedDeltaNet, params={"delta_net": spec.delta_net})
+        parts.input_layernorm = gpt_layer_specs.TENorm if impl == "te" else RMSNorm
+    parts.sharded_state_dict_keys_map = _checkpoint_names(spec, number, impl)
     return layer
+
+
+def _checkpoint_names(spec: ModelSpec, number: int, impl: str) -> dict[str, str]:
+    """Norms are stored under the names they have inside TransformerEngine's fused layers: one checkpoint for both."""
+    names: dict[str, str] = {}
+    if spec.is_linear(number):
+        names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+    elif impl == "local":
+        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    if impl == "local" and not spec.has_experts(number):
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return names
 
 
 def _local_layer(**options: Any) -> ModuleSpec:

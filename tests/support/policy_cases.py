@@ -6,32 +6,26 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mcore_rl.algorithms.aggregate import token_weights
+from mcore_rl.config.compose import compose_config
 from mcore_rl.config.schema import Aggregation
 from mcore_rl.types import TokenBatch, TrainBatch
 
 LENGTHS = (3, 5, 8, 13, 21, 34, 2, 9)
-VOCAB = 300
+VOCAB = 320
+
+
+def quickstart_model():
+    """Hugging Face settings of the model that `make quickstart` trains: hidden 128, 4 layers, 8 experts top-2, GQA, qk-norm."""
+    build = compose_config(["experiment=quickstart"]).model.build
+    assert build is not None
+    assert build.hf_config["vocab_size"] == VOCAB
+    return build.hf_config
 
 
 def save_checkpoint(folder, seed=5):
-    """Qwen3MoeForCausalLM: hidden 64, 4 layers, 8 experts top-2, GQA, qk-norm, fp32; weights large enough to route clearly."""
+    """The quickstart's Qwen3-MoE in fp32, with weights large enough to route clearly."""
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
+    config = Qwen3MoeConfig(**quickstart_model())
     model = Qwen3MoeForCausalLM(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -45,10 +39,10 @@ def save_checkpoint(folder, seed=5):
     return model.eval()
 
 
-def rollouts(lengths=LENGTHS, seed=1, advantages=None):
+def rollouts(lengths=LENGTHS, seed=1, advantages=None, vocab=VOCAB):
     """Fixed sequences with advantages; the first third of each is prompt; `old` is the update's own forward."""
     generator = torch.Generator().manual_seed(seed)
-    ids = tuple(torch.randint(0, VOCAB, (n,), generator=generator) for n in lengths)
+    ids = tuple(torch.randint(0, vocab, (n,), generator=generator) for n in lengths)
     masks = tuple(torch.arange(n) >= max(1, n // 3) for n in lengths)
     tokens = TokenBatch(ids, masks, tuple(f"s{i}" for i in range(len(lengths))))
     if advantages is None:

@@ -84,28 +84,28 @@ def config_of(family: str, **changes: object) -> PreTrainedConfig:
     return make(**options | changes)
 
 
-def tiny_model(family: str, *, seed: int = 0, std: float = 0.15, **changes: object) -> PreTrainedModel:
-    """Random weights everywhere, norms, biases and the router (which transformers leaves at zero) included."""
+def tiny_model(family: str, *, seed: int = 0, std: float | None = None, **changes: object) -> PreTrainedModel:
+    """Random weights everywhere, norms, biases and the router (which transformers leaves at zero) included.
+
+    std: of the weights; 0.15, and 0.08 for hybrids, which also forget slowly. Their heads are normed by their own size:
+    one that wrote a single value turns by 180 degrees where its query and key are nearly orthogonal, and large weights
+    or a short memory make such tokens common.
+    """
     torch.manual_seed(seed)
     model = _auto(family).from_config(config_of(family, **changes), dtype=torch.float32)
+    hybrid = any(name.endswith("linear_attn") for name, _ in model.named_modules())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(std=std)
-            if _centred_at_one(model, name):
-                parameter.add_(1.0)
+            parameter.normal_(std=std or (0.08 if hybrid else 0.15))
+            if name.endswith("linear_attn.norm.weight") if hybrid else name.endswith("norm.weight") or "layernorm" in name:
+                parameter.add_(1.0)  # norms that scale by their weight alone: in a hybrid only GatedDeltaNet's own
             if name.endswith("A_log"):
-                parameter.uniform_(-2.0, 2.0)
+                parameter.uniform_(-4.0, 0.0)
     return model.eval()
 
 
 def _auto(family: str) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
     return AutoModelForImageTextToText if family.endswith("_vision") else AutoModelForCausalLM
-
-
-def _centred_at_one(model: PreTrainedModel, name: str) -> bool:
-    """Norms that scale by their weight alone: all of a plain family, only GatedDeltaNet's own norm of a hybrid one."""
-    hybrid = any(part.endswith("linear_attn") for part, _ in model.named_modules())
-    return name.endswith("linear_attn.norm.weight") if hybrid else name.endswith("norm.weight") or "layernorm" in name
 
 
 def write_tiny(folder, family: str, *, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:
