@@ -55,10 +55,8 @@ class MegatronPolicy:
     def __init__(self, chunks: Sequence[nn.Module], spec: ModelSpec, groups: ProcessGroups, settings: PolicySettings) -> None:
         """Wrap the chunks for data parallelism and build their optimizer.
 
-        ValueError for context parallelism, and for a learning-rate schedule without room for its steps.
+        ValueError for a learning-rate schedule without room for its steps.
         """
-        if groups.layout.cp > 1:
-            raise ValueError(f"layout.cp={groups.layout.cp}: the policy does not split a sequence over ranks; use cp=1")
         learning_rate(settings.optimizer, settings.optimizer.warmup_steps, settings.total_steps)
         self.settings = settings
         self._spec = spec
@@ -129,7 +127,7 @@ class MegatronPolicy:
             output = self._forward(chunk, micro_batch, pass_name, batch_tokens=None)
 
             def finish(logits: Tensor) -> tuple[None, None]:
-                logprobs, entropy = row_logprobs(logits, micro_batch, self._readout)
+                logprobs, entropy = row_logprobs(logits, micro_batch, self._readout, self._groups.cp)
                 if self._counts:
                     values.put(micro_batch, logprobs, entropy)
                 return None, None
@@ -145,9 +143,9 @@ class MegatronPolicy:
             output = self._forward(chunk, micro_batch, Pass.TRAIN, batch_tokens=batch_tokens)
 
             def finish(logits: Tensor) -> tuple[Tensor, None]:
-                logprobs, entropy = row_logprobs(logits, micro_batch, self._readout)
+                logprobs, entropy = row_logprobs(logits, micro_batch, self._readout, self._groups.cp)
                 token_loss = self.settings.loss(micro_batch.loss_inputs(logprobs))
-                loss = micro_batch.weigh(token_loss.values)
+                loss = micro_batch.weigh(token_loss.values) * self._share
                 if self._counts:
                     values.put(micro_batch, logprobs, entropy)
                     sums.add(loss, micro_batch.mask, entropy, token_loss.stats)
@@ -159,15 +157,20 @@ class MegatronPolicy:
 
     def _forward(self, chunk: nn.Module, row: PolicyRow, pass_name: Pass, *, batch_tokens: int | None) -> Tensor:
         named = router_pass(
-            [chunk], pass_name.value, row.mask, step=self._steps, micro_batch=row.index, batch_tokens=batch_tokens
+            [chunk], pass_name.value, row.mask[row.part], step=self._steps, micro_batch=row.index, batch_tokens=batch_tokens
         )
         with named:
             return forward_packed(chunk, row.token_ids, row.cu_seqlens, row.packed.max_len)
 
     @property
     def _counts(self) -> bool:
-        """One tensor-parallel rank speaks for all of them."""
-        return self._groups.at.tp == 0
+        """One tensor-parallel and context-parallel rank speaks for all of them."""
+        return self._groups.at.tp == 0 and self._groups.at.cp == 0
+
+    @property
+    def _share(self) -> float:
+        """The first context-parallel rank carries a row's loss: all ranks know it, and their losses are added up."""
+        return float(self._groups.at.cp == 0)
 
     def _routing(self, pass_name: Pass) -> tuple[RoutingLayer, ...]:
         if self._spec.moe is None:
@@ -195,12 +198,4 @@ def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:
 
 
 def _row_plan(groups: ProcessGroups, settings: PolicySettings, device: torch.device) -> RowPlan:
-    layout = groups.layout
-    return RowPlan(
-        dp_rank=groups.at.dp,
-        dp_size=layout.dp,
-        token_budget=settings.tokens_per_micro_batch,
-        multiple=layout.token_multiple,
-        count_multiple=layout.micro_batch_multiple,
-        device=device,
-    )
+    return RowPlan(groups.layout, groups.at, settings.tokens_per_micro_batch, groups.layout.token_multiple, device)

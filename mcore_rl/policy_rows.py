@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from mcore_rl.algorithms.losses import LossInputs
 from mcore_rl.types import TokenBatch, TokenValues, TrainBatch
+from parallel.context import gather_sequence, shard_indices
+from parallel.layout import Coordinates, ParallelLayout
 from parallel.packing import PackedMicroBatch, pack_micro_batch, plan_micro_batches
 from parallel.vocab import Readout, vocab_parallel_logprob_entropy
 
@@ -23,7 +26,8 @@ class PolicyRow:
     """One packed micro-batch on this rank's device, and what its loss needs.
 
     mask: bool [T], trained tokens. weights: fp32 [T], None without a loss. old: [T] or None. advantages: [S].
-    index: number of the micro-batch on this rank.
+    index: number of the micro-batch on this rank. part: int64 [T / cp], the tokens that this context-parallel rank
+    computes; everything else here is the whole row's, the same on every rank of the group.
     """
 
     index: int
@@ -31,6 +35,7 @@ class PolicyRow:
     token_ids: Tensor
     cu_seqlens: Tensor
     mask: Tensor
+    part: Tensor
     weights: Tensor | None = None
     advantages: Tensor | None = None
     old: Tensor | None = None
@@ -55,37 +60,40 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How batches are cut: this rank's place among dp_size, the token budget of a row, and what T must divide by."""
+    """How batches are cut: this rank's place in the layout, the token budget of a row, and what T is a multiple of.
 
-    dp_rank: int
-    dp_size: int
+    multiple is the layout's `token_multiple`, or a multiple of it.
+    """
+
+    layout: ParallelLayout
+    at: Coordinates
     token_budget: int
     multiple: int
-    count_multiple: int
     device: torch.device
 
     def rows(self, tokens: TokenBatch, train: TrainBatch | None = None) -> list[PolicyRow]:
         """This rank's rows; every data-parallel rank gets equally many."""
         plan = plan_micro_batches(
             [ids.numel() for ids in tokens.token_ids],
-            dp_size=self.dp_size,
+            dp_size=self.layout.dp,
             token_budget=self.token_budget,
             multiple=self.multiple,
-            count_multiple=self.count_multiple,
+            segment_multiple=self.layout.segment_multiple,
+            count_multiple=self.layout.micro_batch_multiple,
         )
-        mine = enumerate(plan[self.dp_rank])
-        return [
-            self._row(index, pack_micro_batch(tokens.token_ids, one, multiple=self.multiple), tokens, train)
-            for index, one in mine
-        ]
+        return [self._row(index, one, tokens, train) for index, one in enumerate(plan[self.at.dp])]
 
-    def _row(self, index: int, packed: PackedMicroBatch, tokens: TokenBatch, train: TrainBatch | None) -> PolicyRow:
+    def _row(self, index: int, sequences: Sequence[int], tokens: TokenBatch, train: TrainBatch | None) -> PolicyRow:
+        packed = pack_micro_batch(
+            tokens.token_ids, sequences, multiple=self.multiple, segment_multiple=self.layout.segment_multiple
+        )
         row = PolicyRow(
             index=index,
             packed=packed,
             token_ids=packed.token_ids.to(self.device),
             cu_seqlens=packed.cu_seqlens.to(self.device),
             mask=packed.pack(tokens.loss_mask).to(self.device),
+            part=shard_indices(packed.cu_seqlens, self.layout.cp, self.at.cp).to(self.device),
         )
         return row if train is None else self._with_loss(row, train)
 
@@ -100,16 +108,20 @@ class RowPlan:
         )
 
 
-def row_logprobs(logits: Tensor, row: PolicyRow, readout: Readout) -> tuple[Tensor, Tensor]:
-    """Log-prob (with gradient) and entropy of the row's trained tokens, fp32 [T], 0 elsewhere; from logits [T, W].
+def row_logprobs(logits: Tensor, row: PolicyRow, readout: Readout, cp_group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Log-prob (with gradient) and entropy of the row's trained tokens, fp32 [T], 0 elsewhere; from logits [T / cp, W].
 
-    The token at t is scored by the logits at t - 1, which lie in the same segment: position 0 is never trained.
+    The token at t is scored by the logits at t - 1, which lie in the same segment: position 0 is never trained. The logits
+    may be another context-parallel rank's: each rank scores what its own logits speak of, and then all get the whole row.
+    Collective over the context-parallel group, also in backward.
     """
-    trained = row.mask.nonzero()[:, 0]
-    chosen = logits.index_select(0, trained - 1)
-    logprob, entropy = vocab_parallel_logprob_entropy(chosen, row.token_ids[trained], readout)
-    zeros = torch.zeros(row.mask.numel(), dtype=torch.float32, device=logits.device)
-    return zeros.index_copy(0, trained, logprob), zeros.index_copy(0, trained, entropy)
+    scored = row.mask.roll(-1)[row.part].nonzero()[:, 0]
+    targets = row.token_ids.roll(-1)[row.part[scored]]
+    values = vocab_parallel_logprob_entropy(logits.index_select(0, scored), targets, readout)
+    mine = torch.zeros(row.part.numel(), 2, dtype=torch.float32, device=logits.device)
+    whole = gather_sequence(mine.index_copy(0, scored, torch.stack(values, 1)), row.cu_seqlens, cp_group)
+    logprob, entropy = functional.pad(whole[:-1], (0, 0, 1, 0)).unbind(1)
+    return logprob, entropy
 
 
 class BatchValues:
@@ -124,12 +136,10 @@ class BatchValues:
 
     def put(self, row: PolicyRow, logprobs: Tensor, entropy: Tensor) -> None:
         """Enter one row's [T] values (detached)."""
-        both = torch.stack([logprobs.detach(), entropy.detach()])
-        pieces = both.split(row.packed.lengths(), dim=1)
-        for sequence, piece in zip(row.packed.segments, pieces, strict=True):
-            if sequence >= 0:
-                start = self.starts[sequence]
-                self.flat[:, start : start + piece.shape[1]] = piece
+        both = torch.stack([logprobs.detach(), entropy.detach()], dim=1)
+        for sequence, piece in row.packed.unpack(both).items():
+            start = self.starts[sequence]
+            self.flat[:, start : start + len(piece)] = piece.T
 
     def gather(self) -> TokenValues:
         """The whole batch on every rank. Collective over the default group; each token was put on exactly one rank."""
