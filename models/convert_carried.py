@@ -38,6 +38,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
+def is_mtp(name: str) -> bool:
+    """True for a tensor of a multi-token prediction block."""
+    return _MTP.search(name) is not None
+
+
 def promised_mtp_layers(config: dict[str, Any]) -> int:
     """How many MTP layers the configuration speaks of; 0 when it is silent."""
     found = [part.get(key) for part in _parts(config) for key in MTP_KEYS]
@@ -63,7 +68,7 @@ def carried_tensors(reader: CheckpointReader, spec: ModelSpec, mtp: str) -> Carr
         raise ValueError(f"mtp = {mtp!r} is unknown; known: keep, drop")
     stored = reader.stored_names()
     others = carried_names(spec.architecture, stored) | {name for name in stored if name.endswith(_BUFFER)}
-    blocks = {name for name in others if _MTP.search(name)}
+    blocks = {name for name in others if is_mtp(name)}
     config = read_config(reader.folder)
     if mtp == "drop":
         promised = promised_mtp_layers(config)
@@ -76,7 +81,7 @@ def carried_tensors(reader: CheckpointReader, spec: ModelSpec, mtp: str) -> Carr
 def _check_whole(reader: CheckpointReader, spec: ModelSpec, config: dict[str, Any], blocks: set[str]) -> None:
     promised = promised_mtp_layers(config)
     where = reader.folder / "config.json"
-    names = {name for name in reader.names() if _MTP.search(name)}
+    names = {name for name in reader.names() if is_mtp(name)}
     layers: dict[str, set[str]] = {}
     for name in names:
         match = _MTP_LAYER.match(name)

@@ -1,4 +1,4 @@
-"""The decoder of a wrapper model (vision tower and all) as a checkpoint of its own."""
+"""The decoder of a wrapper model (vision tower and all) as a checkpoint of its own, its MTP layers included."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from models.convert_carried import is_mtp
 from models.families import FAMILIES
 from models.hf_write import FilePlan, Slot, plan_shards
 from models.spec import ModelSpec
@@ -36,7 +37,9 @@ def text_only_plans(
     _own_name(spec)
     renamed: dict[str, str] = {}
     slots: list[Slot] = []
-    for slot in (slot for plan in plans for slot in plan.slots if decoder_parts(slot) is not None):
+    for slot in (slot for plan in plans for slot in plan.slots):
+        if decoder_parts(slot) is None and not is_mtp(slot.name):
+            continue
         name = slot.name
         if name.startswith(spec.text_prefix):
             name = _PREFIX + name.removeprefix(spec.text_prefix)

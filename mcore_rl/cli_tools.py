@@ -1,0 +1,112 @@
+"""`mcore-rl convert|verify|inspect|reshard`: their options and their help, without torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+TOOLS = {
+    "convert": "Hugging Face folder -> Megatron distributed checkpoint, or back",
+    "verify": "is a Megatron checkpoint the same model as a Hugging Face folder: bits, digests, forward",
+    "inspect": "names, shapes, dtypes and files of a checkpoint of either kind",
+    "reshard": "the same checkpoint cut anew: for a tensor-parallel layout, or in files of another size",
+}
+_CONVERT = """\
+What SOURCE is decides the direction. TARGET appears when it is complete; an interrupted conversion goes on where it
+stopped when the same command is given again. Memory: about one tensor. A Megatron checkpoint loads at any layout
+(dist_checkpointing.load). Tensors that are not a decoder's (vision tower, MTP) travel along unchanged.
+
+  mcore-rl convert /models/Qwen3-30B-A3B /models/qwen3-megatron
+  mcore-rl convert /models/qwen3-megatron /models/back
+  mcore-rl convert runs/mine/megatron /models/mine --reference /models/Qwen3-30B-A3B
+"""
+_VERIFY = """\
+Compares every tensor bit by bit, the digests of the stored pieces, and the log-probs of both models on random tokens
+(transformers against Megatron, fp32 on the CPU, one layer in memory at a time). Exit status 1 when they differ.
+
+  mcore-rl verify /models/qwen3-megatron /models/Qwen3-30B-A3B
+"""
+_INSPECT = """\
+  mcore-rl inspect /models/qwen3-megatron
+  mcore-rl inspect /models/Qwen3-30B-A3B --json --digests
+"""
+_RESHARD = """\
+  mcore-rl reshard /models/qwen3-megatron /models/qwen3-megatron-tp8 --tp 8
+  mcore-rl reshard /models/Qwen3-30B-A3B /models/smaller-files --shard-gb 2
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+
+def _parser(command: str, text: str) -> argparse.ArgumentParser:
+    return _Parser(
+        prog=f"mcore-rl {command}",
+        description=TOOLS[command] + ".",
+        epilog=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_cut(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tp", type=int, default=1, help="cut Megatron's tensors for that many tensor-parallel ranks")
+    parser.add_argument("--etp", type=int, default=1, help="the same for the experts' tensors")
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SOURCE")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="must not exist")
+    parser.add_argument("--no-fsync", action="store_true", help="do not wait until everything is on the disk")
+
+
+def _convert() -> argparse.ArgumentParser:
+    parser = _parser("convert", _CONVERT)
+    _add_target(parser)
+    parser.add_argument("--reference", type=Path, help="Hugging Face folder with configuration, tokenizer and file layout")
+    parser.add_argument("--text-only", action="store_true", help="the decoder of a vision model alone (Megatron -> Hugging Face)")
+    parser.add_argument("--mtp", choices=("keep", "drop"), default="keep", help="tensors of multi-token prediction")
+    _add_cut(parser)
+    return parser
+
+
+def _verify() -> argparse.ArgumentParser:
+    parser = _parser("verify", _VERIFY)
+    parser.add_argument("megatron", type=Path, metavar="MEGATRON")
+    parser.add_argument("hf", type=Path, metavar="HF")
+    parser.add_argument("--no-forward", action="store_true", help="bits and digests only (needs neither Megatron nor time)")
+    return parser
+
+
+def _inspect() -> argparse.ArgumentParser:
+    parser = _parser("inspect", _INSPECT)
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.add_argument("--digests", action="store_true", help="xxh3-64 of every tensor's bytes (reads everything)")
+    return parser
+
+
+def _reshard() -> argparse.ArgumentParser:
+    parser = _parser("reshard", _RESHARD)
+    _add_target(parser)
+    _add_cut(parser)
+    parser.add_argument("--shard-gb", type=float, default=4.0, help="largest file of a Hugging Face folder, in GB")
+    return parser
+
+
+_PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
+    "convert": _convert,
+    "verify": _verify,
+    "inspect": _inspect,
+    "reshard": _reshard,
+}
+
+
+def run_tool(command: str, words: Sequence[str]) -> int:
+    """Run one of TOOLS; the exit code. ValueError in one line for wrong options and damaged checkpoints."""
+    arguments = _PARSERS[command]().parse_args(words)
+    return import_module("mcore_rl.cli_checkpoints").ACTIONS[command](arguments)
