@@ -21,7 +21,7 @@ from mcore_rl.policy_rows import BatchValues, PolicyRow, RowPlan, count_tokens, 
 from mcore_rl.policy_weights import PolicyWeights
 from mcore_rl.schedules import learning_rate
 from mcore_rl.types import Pass, RoutingLayer, StopRun, TokenBatch, TokenValues, TrainBatch, UpdateReport
-from models.build import forward_packed
+from models.readout import forward_hidden, output_weight
 from models.router import router_pass, set_aux_loss_coef, sum_over_ranks, take_routing
 from models.spec import ModelSpec
 from models.weights import ModelWeights
@@ -126,8 +126,8 @@ class MegatronPolicy:
         def step(micro_batch: PolicyRow, chunk: nn.Module) -> tuple[Tensor, Any]:
             output = self._forward(chunk, micro_batch, pass_name, batch_tokens=None)
 
-            def finish(logits: Tensor) -> tuple[None, None]:
-                logprobs, entropy = row_logprobs(logits, micro_batch, self._readout, self._groups.cp)
+            def finish(hidden: Tensor) -> tuple[None, None]:
+                logprobs, entropy = row_logprobs(hidden, output_weight(chunk), micro_batch, self._readout, self._groups.cp)
                 if self._counts:
                     values.put(micro_batch, logprobs, entropy)
                 return None, None
@@ -142,9 +142,9 @@ class MegatronPolicy:
         def step(micro_batch: PolicyRow, chunk: nn.Module) -> tuple[Tensor, Any]:
             output = self._forward(chunk, micro_batch, Pass.TRAIN, batch_tokens=batch_tokens)
 
-            def finish(logits: Tensor) -> tuple[Tensor, None]:
-                logprobs, entropy = row_logprobs(logits, micro_batch, self._readout, self._groups.cp)
-                token_loss = self.settings.loss(micro_batch.loss_inputs(logprobs))
+            def finish(hidden: Tensor) -> tuple[Tensor, None]:
+                logprobs, entropy = row_logprobs(hidden, output_weight(chunk), micro_batch, self._readout, self._groups.cp)
+                token_loss = self.settings.loss(micro_batch.loss_inputs(logprobs, entropy))
                 loss = micro_batch.weigh(token_loss.values) * self._share
                 if self._counts:
                     values.put(micro_batch, logprobs, entropy)
@@ -160,7 +160,7 @@ class MegatronPolicy:
             [chunk], pass_name.value, row.mask[row.part], step=self._steps, micro_batch=row.index, batch_tokens=batch_tokens
         )
         with named:
-            return forward_packed(chunk, row.token_ids, row.cu_seqlens, row.packed.max_len)
+            return forward_hidden(chunk, row.token_ids, row.cu_seqlens, row.packed.max_len)
 
     @property
     def _counts(self) -> bool:
@@ -181,7 +181,7 @@ class MegatronPolicy:
             num_experts=self._spec.moe.num_experts,
             device=self._device,
         )
-        return routing_layers(sums)
+        return tuple(row for row in routing_layers(sums) if self._spec.has_experts(row.layer))
 
 
 def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:

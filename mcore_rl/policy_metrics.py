@@ -9,46 +9,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.algorithms.clip import RatioStats
+from mcore_rl.algorithms.loss_stats import LossStats
 from mcore_rl.types import RoutingLayer
 from models.router_policy import RoutingSums
 
 
 @dataclass
 class UpdateSums:
-    """This rank's share of an update's loss, ratio statistics, trained tokens and summed entropy (nats)."""
+    """This rank's share of an update's loss, the loss function's statistics, trained tokens and summed entropy (nats)."""
 
     loss: float = 0.0
     tokens: float = 0.0
     entropy: float = 0.0
-    ratios: RatioStats = field(default_factory=RatioStats)
+    stats: LossStats = field(default_factory=LossStats)
 
-    def add(self, loss: Tensor, mask: Tensor, entropy: Tensor, ratios: RatioStats) -> None:
-        """Enter one row: its summed loss, trained tokens, [T] entropies and ratio statistics."""
+    def add(self, loss: Tensor, mask: Tensor, entropy: Tensor, stats: LossStats) -> None:
+        """Enter one row: its summed loss, trained tokens, [T] entropies and statistics."""
         self.loss += float(loss.detach())
         self.tokens += float(mask.sum())
         self.entropy += float(entropy.detach().double().sum())
-        self.ratios = self.ratios.merge(ratios)
+        self.stats = self.stats.merge(stats)
 
     def reduced(self, device: torch.device) -> UpdateSums:
         """Added up over all ranks. Collective over the default group; ranks without the loss hold zeros."""
-        mine = self.ratios
-        sums = torch.tensor(
-            [self.loss, self.tokens, self.entropy, mine.clipped, mine.active, mine.count, mine.total],
-            dtype=torch.float64,
-            device=device,
-        )
-        ends = torch.tensor([mine.largest, -mine.smallest], dtype=torch.float64, device=device)
+        mine = [self.loss, self.tokens, self.entropy, *self.stats.sums()]
+        sums = torch.tensor(mine, dtype=torch.float64, device=device)
+        ends = torch.tensor(self.stats.extremes(), dtype=torch.float64, device=device)
         dist.all_reduce(sums)
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-        loss, tokens, entropy, clipped, active, count, total = sums.tolist()
-        largest, smallest = ends.tolist()
-        return UpdateSums(loss, tokens, entropy, RatioStats(clipped, active, count, total, -smallest, largest))
+        loss, tokens, entropy, *rest = sums.tolist()
+        return UpdateSums(loss, tokens, entropy, LossStats.from_parts(rest, ends.tolist()))
 
     def metrics(self) -> dict[str, float]:
         """Names as they are logged."""
         entropy = self.entropy / self.tokens if self.tokens else math.nan
-        return {"loss": self.loss, "tokens": self.tokens, "policy_entropy_nats": entropy, **self.ratios.metrics()}
+        return {"loss": self.loss, "tokens": self.tokens, "policy_entropy_nats": entropy, **self.stats.metrics()}
 
 
 def routing_layers(sums: RoutingSums) -> tuple[RoutingLayer, ...]:

@@ -5,8 +5,8 @@ B sequences of the batch, T tokens and S segments of one packed row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,17 @@ from mcore_rl.types import TokenBatch, TokenValues, TrainBatch
 from parallel.context import gather_sequence, shard_indices
 from parallel.layout import Coordinates, ParallelLayout
 from parallel.packing import PackedMicroBatch, pack_micro_batch, plan_micro_batches
-from parallel.vocab import Readout, vocab_parallel_logprob_entropy
+from parallel.vocab import Readout, linear_logprob_entropy
 
 
 @dataclass(frozen=True)
 class PolicyRow:
     """One packed micro-batch on this rank's device, and what its loss needs.
 
-    mask: bool [T], trained tokens. weights: fp32 [T], None without a loss. old: [T] or None. advantages: [S].
-    index: number of the micro-batch on this rank. part: int64 [T / cp], the tokens that this context-parallel rank
-    computes; everything else here is the whole row's, the same on every rank of the group.
+    mask: bool [T], trained tokens. advantages: [S], None without a loss. fields: [T] each, by the names of
+    TrainBatch.token_fields. index: number of the micro-batch on this rank.
+    part: int64 [T / cp], the tokens that this context-parallel rank computes; everything else here is the whole row's, the
+    same on every rank of the group.
     """
 
     index: int
@@ -36,25 +37,29 @@ class PolicyRow:
     cu_seqlens: Tensor
     mask: Tensor
     part: Tensor
-    weights: Tensor | None = None
     advantages: Tensor | None = None
-    old: Tensor | None = None
+    fields: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def weigh(self, token_loss: Tensor) -> Tensor:
         """The row's share of the loss: sum of weight x token loss [T]."""
-        if self.weights is None:
+        if "weights" not in self.fields:
             raise ValueError("this row was made for a log-prob pass: it has no token weights")
-        return (self.weights * token_loss).sum()
+        return (self.fields["weights"] * token_loss).sum()
 
-    def loss_inputs(self, logprobs: Tensor) -> LossInputs:
-        """The row as a loss function sees it, with `logprobs` [T] as the current policy."""
+    def loss_inputs(self, logprobs: Tensor, entropy: Tensor) -> LossInputs:
+        """The row as a loss function sees it, with `logprobs` and `entropy` [T] of the current policy."""
         advantages = torch.zeros(len(self.packed.segments)) if self.advantages is None else self.advantages
         return LossInputs(
             current=logprobs,
-            old=self.old,
+            old=self.fields.get("old"),
             mask=self.mask,
             segment_of_token=self.packed.segment_of_token.to(logprobs.device),
             advantages=advantages.to(logprobs.device),
+            weights=self.fields.get("weights"),
+            entropy=entropy,
+            scale=self.fields.get("scale"),
+            advantage_shift=self.fields.get("shift"),
+            reference=self.fields.get("reference"),
         )
 
 
@@ -102,23 +107,25 @@ class RowPlan:
         advantages = [float(train.advantages[i]) if i >= 0 else 0.0 for i in packed.segments]
         return replace(
             row,
-            weights=packed.pack(train.token_weights).to(self.device),
             advantages=torch.tensor(advantages, device=self.device),
-            old=None if train.old_logprobs is None else packed.pack(train.old_logprobs).to(self.device),
+            fields={name: packed.pack(values).to(self.device) for name, values in train.token_fields().items()},
         )
 
 
-def row_logprobs(logits: Tensor, row: PolicyRow, readout: Readout, cp_group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Log-prob (with gradient) and entropy of the row's trained tokens, fp32 [T], 0 elsewhere; from logits [T / cp, W].
+def row_logprobs(
+    hidden: Tensor, weight: Tensor, row: PolicyRow, readout: Readout, cp_group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy (with gradient) of the row's trained tokens, fp32 [T], 0 elsewhere.
 
-    The token at t is scored by the logits at t - 1, which lie in the same segment: position 0 is never trained. The logits
-    may be another context-parallel rank's: each rank scores what its own logits speak of, and then all get the whole row.
+    hidden: [T / cp, H] of the last layer; weight: this rank's output weight [W, H]. The token at t is scored by the hidden
+    state at t - 1, which lies in the same segment: position 0 is never trained. That may be another context-parallel rank's:
+    each rank scores what its own states speak of, and then all get the whole row.
     Collective over the context-parallel group, also in backward.
     """
     scored = row.mask.roll(-1)[row.part].nonzero()[:, 0]
     targets = row.token_ids.roll(-1)[row.part[scored]]
-    values = vocab_parallel_logprob_entropy(logits.index_select(0, scored), targets, readout)
-    mine = torch.zeros(row.part.numel(), 2, dtype=torch.float32, device=logits.device)
+    values = linear_logprob_entropy(hidden.index_select(0, scored), weight, targets, readout)
+    mine = torch.zeros(row.part.numel(), 2, dtype=torch.float32, device=hidden.device)
     whole = gather_sequence(mine.index_copy(0, scored, torch.stack(values, 1)), row.cu_seqlens, cp_group)
     logprob, entropy = functional.pad(whole[:-1], (0, 0, 1, 0)).unbind(1)
     return logprob, entropy

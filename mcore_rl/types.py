@@ -143,6 +143,9 @@ class TrainBatch:
     token_weights: B fp32 tensors [T_b] from the global batch; the loss is the plain sum of weight x token loss.
     advantages: fp32 [B] (0 for supervised stages). old_logprobs: B tensors [T_b], or None when this very forward
     is its own `old` (exactly on-policy). sampler_logprobs: B tensors [T_b] as the engine recorded them.
+    ratio_from_sampler: the sampler's stand under the ratio, not the old ones. All of B tensors [T_b], None when unused:
+    scale: constant factors of the policy term. advantage_shift: added to the advantage of a token. reference_logprobs.
+    facts: what making this batch found out, logged with its update.
     """
 
     tokens: TokenBatch
@@ -150,6 +153,25 @@ class TrainBatch:
     advantages: Tensor
     old_logprobs: tuple[Tensor, ...] | None = None
     sampler_logprobs: tuple[Tensor, ...] | None = None
+    ratio_from_sampler: bool = False
+    scale: tuple[Tensor, ...] | None = None
+    advantage_shift: tuple[Tensor, ...] | None = None
+    reference_logprobs: tuple[Tensor, ...] | None = None
+    facts: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def token_fields(self) -> dict[str, tuple[Tensor, ...]]:
+        """Everything per token that the loss reads, by name: weights, old, scale, shift, reference. ValueError when the
+        sampler's log-probs are wanted but lost."""
+        if self.ratio_from_sampler and self.sampler_logprobs is None:
+            raise ValueError("TrainBatch: ratio_from_sampler, but the batch carries no sampler log-probs")
+        found = {
+            "weights": self.token_weights,
+            "old": self.sampler_logprobs if self.ratio_from_sampler else self.old_logprobs,
+            "scale": self.scale,
+            "shift": self.advantage_shift,
+            "reference": self.reference_logprobs,
+        }
+        return {name: values for name, values in found.items() if values is not None}
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Log-prob and entropy of given tokens under a vocabulary that is split over tensor-parallel ranks.
+"""Log-prob and entropy of given tokens from hidden states, under a vocabulary split over tensor-parallel ranks.
 
-Everything is fp32, in chunks of tokens, and exact: no [T, V] copy is made, the input is never written to, padded
-vocabulary rows take no part, and the gradient is softmax - onehot on every shard whether or not it holds the target.
-Two forms: from logits, and from hidden states and the output weight, where [T, V] logits never exist.
+The output layer is applied to a chunk of tokens at a time, in forward and again in backward, so [T, V] logits never exist.
+Softmax is fp32 and exact: padded vocabulary rows take no part, and each shard gets its whole gradient whether or not it
+holds the target. Values and gradients do not depend on the chunk.
 
-T tokens, V full vocabulary, W rows of this rank's shard (V padded, over tp), H hidden size.
+T tokens, c tokens of a chunk, V full vocabulary, W rows of this rank's shard (V padded, over tp), H hidden size.
 `tp_group` None or of size 1 means the shard is the whole vocabulary.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-DEFAULT_CHUNK_TOKENS = 512
+DEFAULT_CHUNK_TOKENS = 256
 NO_MAXIMUM = torch.finfo(torch.float32).min / 4
 """Stands for the maximum of a shard without a valid row: finite, so that 0 x (it - max) stays 0."""
 
@@ -66,17 +66,13 @@ class Readout:
         return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
 
 
-def vocab_parallel_logprob_entropy(logits: Tensor, targets: Tensor, readout: Readout) -> tuple[Tensor, Tensor]:
-    """Log-prob of `targets` and entropy, nats, fp32 [T] each, from logits [T, W]. Gradient flows through the log-prob only."""
-    return _FromLogits.apply(logits, targets, readout)
-
-
 def linear_logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, readout: Readout) -> tuple[Tensor, Tensor]:
-    """The same from hidden states [T, H] (equal on all tp ranks) and this rank's output weight [W, H].
+    """Log-prob of `targets` and entropy, nats, fp32 [T] each, both with their gradient.
 
-    The gradient of `hidden` is summed over tp ranks here, so it is whole on each of them.
+    hidden: [T, H], equal on all tp ranks; weight: this rank's output weight [W, H]. The gradient of `hidden` is summed
+    over tp ranks here, so it is whole on each of them; that of the weight is accumulated in fp32.
     """
-    return _FromHidden.apply(hidden, weight, targets, readout)
+    return _Readout.apply(hidden, weight, targets, readout)
 
 
 @dataclass
@@ -92,18 +88,18 @@ class _Sums:
         return cls(values)
 
     def fill(self, cut: slice, scores: Tensor, local: Tensor) -> None:
-        """Enter one chunk: scores [c, valid] at temperature 1 scale, local target column (out of range: not held)."""
+        """Enter one chunk: scores [c, valid], overwritten; local target column (out of range: not held)."""
         if scores.shape[1] == 0:
             return
         top = scores.amax(dim=1)
-        shifted = scores - top[:, None]
-        weights = shifted.exp()
         held = (local >= 0) & (local < scores.shape[1])
         column = torch.where(held, local, 0)[:, None]
         self.values[0, cut] = top
+        self.values[3, cut] = torch.where(held, scores.gather(1, column)[:, 0], 0.0)
+        shifted = scores.sub_(top[:, None])
+        weights = shifted.exp()
         self.values[1, cut] = weights.sum(dim=1)
         self.values[2, cut] = shifted.mul_(weights).sum(dim=1)
-        self.values[3, cut] = torch.where(held, scores.gather(1, column)[:, 0], 0.0)
 
     def finish(self, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob, entropy and log-sum-exp over the whole vocabulary."""
@@ -126,68 +122,80 @@ def _over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor
     return top, sums[0], sums[1], sums[2]
 
 
-def _score_gradient(scores: Tensor, lse: Tensor, local: Tensor, grad: Tensor) -> Tensor:
-    """grad x (onehot - softmax) on this shard, [c, valid]; overwrites `scores`, which is a copy of ours."""
-    out = scores.sub_(lse[:, None]).exp_().mul_(-grad[:, None])
-    held = ((local >= 0) & (local < out.shape[1])).nonzero()[:, 0]
-    out[held, local[held]] += grad[held]
-    return out
+@dataclass(frozen=True)
+class _Upstream:
+    """Per token of a chunk [c]: log-sum-exp, entropy, local target column, gradient of log-prob and of entropy (or None)."""
+
+    lse: Tensor
+    entropy: Tensor
+    local: Tensor
+    logprob_grad: Tensor
+    entropy_grad: Tensor | None
+
+    def to_scores(self, scores: Tensor) -> Tensor:
+        """Gradient of scores [c, valid], which are overwritten: g (onehot - p) - h p (log p + H)."""
+        log_p = scores.sub_(self.lse[:, None])
+        if self.entropy_grad is None:
+            out = log_p.exp_().mul_(-self.logprob_grad[:, None])
+        else:
+            p = log_p.exp()
+            factor = log_p.add_(self.entropy[:, None]).mul_(self.entropy_grad[:, None]).add_(self.logprob_grad[:, None])
+            out = p.mul_(factor).neg_()
+        held = ((self.local >= 0) & (self.local < out.shape[1])).nonzero()[:, 0]
+        out[held, self.local[held]] += self.logprob_grad[held]
+        return out
 
 
-class _FromLogits(Function):
-    """Keeps the logits themselves (no copy) and one number per token for the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, readout: Readout) -> tuple[Tensor, Tensor]:
-        shard, sums = readout.shard(logits.shape[1]), _Sums.empty(len(targets), logits.device)
-        for cut in readout.cuts(len(targets)):
-            sums.fill(cut, logits[cut, : shard.valid].float() / readout.temperature, targets[cut] - shard.start)
-        logprob, entropy, lse = sums.finish(shard)
-        ctx.save_for_backward(logits, targets, lse)
-        ctx.readout, ctx.shard = readout, shard
-        ctx.mark_non_differentiable(entropy)
-        return logprob, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        logits, targets, lse = ctx.saved_tensors
-        readout, valid = ctx.readout, ctx.shard.valid
-        grad, local = grad_outputs[0] / readout.temperature, targets - ctx.shard.start
-        out = torch.zeros_like(logits)
-        for cut in readout.cuts(len(targets)):
-            scores = logits[cut, :valid].float() / readout.temperature
-            out[cut, :valid] = _score_gradient(scores, lse[cut], local[cut], grad[cut])
-        return out, None, None
+def _scores(hidden: Tensor, rows: Tensor, temperature: float) -> Tensor:
+    """fp32 [c, valid], a tensor of our own."""
+    scores = (hidden @ rows.T).float()
+    return scores if temperature == 1.0 else scores.div_(temperature)
 
 
-class _FromHidden(Function):
-    """Computes the logits of one chunk at a time, again in the backward pass."""
+class _Readout(Function):
+    """Keeps three numbers per token between the passes."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, readout: Readout) -> tuple[Tensor, Tensor]:
         shard, sums = readout.shard(weight.shape[0]), _Sums.empty(len(targets), hidden.device)
         rows = weight[: shard.valid]
         for cut in readout.cuts(len(targets)):
-            sums.fill(cut, (hidden[cut] @ rows.T).float().div_(readout.temperature), targets[cut] - shard.start)
+            sums.fill(cut, _scores(hidden[cut], rows, readout.temperature), targets[cut] - shard.start)
         logprob, entropy, lse = sums.finish(shard)
-        ctx.save_for_backward(hidden, weight, targets, lse)
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.readout, ctx.shard = readout, shard
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return logprob, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, targets, lse = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, targets, lse, entropy = ctx.saved_tensors
         readout, shard = ctx.readout, ctx.shard
-        grad, local, rows = grad_outputs[0] / readout.temperature, targets - shard.start, weight[: shard.valid]
-        to_hidden, to_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        to_logprob, to_entropy = (None if grad is None else grad.float() / readout.temperature for grad in grad_outputs)
+        if to_logprob is None:
+            to_logprob = torch.zeros_like(lse)
+        rows, to_hidden = weight[: shard.valid], torch.zeros_like(hidden)
+        to_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for cut in readout.cuts(len(targets)):
-            scores = (hidden[cut] @ rows.T).float().div_(readout.temperature)
-            scores = _score_gradient(scores, lse[cut], local[cut], grad[cut]).to(hidden.dtype)
-            to_hidden[cut] = scores @ rows
-            to_weight[: shard.valid].addmm_(scores.T, hidden[cut])
+            upstream = _Upstream(
+                lse[cut],
+                entropy[cut],
+                targets[cut] - shard.start,
+                to_logprob[cut],
+                None if to_entropy is None else to_entropy[cut],
+            )
+            grad = upstream.to_scores(_scores(hidden[cut], rows, readout.temperature)).to(hidden.dtype)
+            to_hidden[cut] = grad @ rows
+            _add_outer(to_weight[: shard.valid], grad, hidden[cut])
         if shard.split:
             dist.all_reduce(to_hidden, group=shard.group)
-        return to_hidden, to_weight, None, None
+        return to_hidden, to_weight.to(weight.dtype), None, None
+
+
+def _add_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """total [valid, H] += grad^T hidden, added up in fp32 whatever the dtype of the factors."""
+    if hidden.dtype is torch.float32:
+        total.addmm_(grad.T, hidden)
+    else:
+        total.add_(grad.T @ hidden)

@@ -2,7 +2,8 @@
 
 Groups are formed by prompt_id, never by position. All arithmetic is float64; a group whose rewards are all the same
 value gets exactly 0 (found by comparing values: in floating point its standard deviation need not be 0).
-Sources: GRPO arXiv 2402.03300 (mean and std), Dr. GRPO arXiv 2503.20783 (mean only), RLOO arXiv 2402.14740.
+Sources: GRPO arXiv 2402.03300 (mean and std), Dr. GRPO arXiv 2503.20783 (mean only), RLOO arXiv 2402.14740,
+MC-GRPO arXiv 2601.22582 (median).
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.config.schema import Baseline
+from mcore_rl.config.algorithm import Baseline
 
 STD_EPS = 1e-6
+MAD_TO_STD = 1.4826
+"""Median absolute deviation of a normal distribution -> its standard deviation."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,21 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     if _unanimous(rewards):
         return torch.zeros_like(rewards)
     return rewards - (rewards.sum() - rewards) / (rewards.numel() - 1)
+
+
+def median_mad(rewards: Tensor, *, ddof: int, eps: float = STD_EPS) -> Tensor:
+    """(r - median(r)) / (1.4826 median|r - median(r)| + eps) of one group, float64 [G]; 0 when all rewards are equal.
+
+    The median of an even group is the mean of its two middle values. Where more than half of the rewards are equal the
+    deviation's median is 0 although the group is mixed (one right answer of eight): the standard deviation stands in.
+    """
+    if _unanimous(rewards):
+        return torch.zeros_like(rewards)
+    centred = rewards - rewards.quantile(0.5)
+    spread = MAD_TO_STD * centred.abs().quantile(0.5)
+    if not spread > 0.0:
+        spread = rewards.std(correction=ddof)
+    return centred / (spread + eps)
 
 
 def compute_advantages(
@@ -100,4 +118,6 @@ def _centred(rewards: Tensor, baseline: Baseline, ddof: int) -> Tensor:
         return group_mean(rewards)
     if baseline is Baseline.leave_one_out:
         return leave_one_out(rewards)
+    if baseline is Baseline.median_mad:
+        return median_mad(rewards, ddof=ddof)
     return group_mean_std(rewards, ddof=ddof)

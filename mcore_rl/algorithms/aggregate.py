@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.config.schema import Aggregation
+from mcore_rl.config.algorithm import Aggregation
 
 
 @dataclass(frozen=True)

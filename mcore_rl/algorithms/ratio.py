@@ -6,10 +6,18 @@ Log-ratios are clamped to +-20 before exp, so an outlier is a large finite ratio
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 MAX_ABS_LOG_RATIO = 20.0
+Total = Callable[[Tensor], Tensor]
+
+
+def unsplit(values: Tensor) -> Tensor:
+    """The total over ranks where no sequence is split over ranks: the values themselves."""
+    return values
 
 
 def masked_log_ratio(current_T: Tensor, old_T: Tensor | None, mask_T: Tensor) -> Tensor:
@@ -18,17 +26,35 @@ def masked_log_ratio(current_T: Tensor, old_T: Tensor | None, mask_T: Tensor) ->
     return torch.where(mask_T, current_T - reference, 0.0)
 
 
+def clamped_exp(log_ratio: Tensor) -> Tensor:
+    """exp of the clamped log-ratio."""
+    return log_ratio.clamp(-MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO).exp()
+
+
 def token_ratio(log_ratio_T: Tensor) -> Tensor:
     """exp(log-ratio) per token (PPO, arXiv 1707.06347)."""
-    return log_ratio_T.clamp(-MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO).exp()
+    return clamped_exp(log_ratio_T)
 
 
-def sequence_ratio(log_ratio_T: Tensor, mask_T: Tensor, segment_of_token_T: Tensor, segments: int) -> Tensor:
+def sequence_ratio(
+    log_ratio_T: Tensor, mask_T: Tensor, segment_of_token_T: Tensor, segments: int, total: Total = unsplit
+) -> Tensor:
     """s_i = exp(mean over trained tokens of the log-ratio), [S]; 1 for a segment without one.
 
-    GSPO, arXiv 2507.18071, equation 7: the length-normalised sequence likelihood ratio.
+    GSPO, arXiv 2507.18071, equation 7: the length-normalised sequence likelihood ratio. total: the differentiable sum
+    over the ranks that share the row's sequences; [2, S] in, [2, S] out.
     """
     zeros = torch.zeros(segments, dtype=log_ratio_T.dtype, device=log_ratio_T.device)
-    lengths = zeros.index_add(0, segment_of_token_T, mask_T.to(log_ratio_T.dtype)).clamp_min(1.0)
-    mean = zeros.index_add(0, segment_of_token_T, log_ratio_T) / lengths
-    return mean.clamp(-MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO).exp()
+    lengths = zeros.index_add(0, segment_of_token_T, mask_T.to(log_ratio_T.dtype))
+    sums = zeros.index_add(0, segment_of_token_T, log_ratio_T)
+    sums, lengths = total(torch.stack([sums, lengths])).unbind()
+    return clamped_exp(sums / lengths.clamp_min(1.0))
+
+
+def sequence_token_ratio(sequence_S: Tensor, log_ratio_T: Tensor, segment_of_token_T: Tensor) -> Tensor:
+    """s_it = sg(s_i) x pi_t / sg(pi_t), [T]: the value of s_i, a gradient through the token's own log-prob.
+
+    GSPO-token, arXiv 2507.18071, equation 14. With one advantage a sequence it is GSPO; it takes one per token too.
+    """
+    own = (log_ratio_T - log_ratio_T.detach()).exp()
+    return sequence_S.detach()[segment_of_token_T] * own

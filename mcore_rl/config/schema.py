@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from mcore_rl.config.algorithm import Aggregation, AlgorithmConfig, Baseline, RatioLevel
 from mcore_rl.config.reward import DataGateConfig, RewardConfig
+
+# The algorithm's fields have a file of their own.
+__all__ = ["Aggregation", "AlgorithmConfig", "Baseline", "RatioLevel"]
 
 
 class Device(str, Enum):
@@ -88,43 +92,6 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     clip_grad: float = 1.0
     cpu_offload: bool = False
-
-
-class Baseline(str, Enum):
-    group_mean = "group_mean"
-    group_mean_std = "group_mean_std"
-    leave_one_out = "leave_one_out"
-    none = "none"
-
-
-class RatioLevel(str, Enum):
-    token = "token"
-    sequence = "sequence"
-
-
-class Aggregation(str, Enum):
-    token_mean = "token_mean"
-    seq_mean_token_mean = "seq_mean_token_mean"
-    seq_mean_token_sum = "seq_mean_token_sum"
-    seq_mean_token_sum_norm = "seq_mean_token_sum_norm"
-
-
-@dataclass
-class AlgorithmConfig:
-    """Independent axes: baseline, ratio level, clip, aggregation, selection. Presets are rows in configs/algorithm.
-
-    aggregation has no default: None is refused. ddof is that of the group's standard deviation.
-    allow_wide_sequence_clip lifts the refusal of a sequence-level clip above 1e-2.
-    """
-
-    baseline: Baseline = Baseline.group_mean_std
-    ddof: int = 1
-    ratio_level: RatioLevel = RatioLevel.sequence
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-    aggregation: Aggregation | None = None
-    length_norm_tokens: int | None = None
-    allow_wide_sequence_clip: bool = False
 
 
 class RouterMode(str, Enum):

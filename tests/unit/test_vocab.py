@@ -1,9 +1,12 @@
-"""Log-prob and entropy against float64 log_softmax: values, gradients, chunks, padding, temperature."""
+"""Log-prob and entropy against float64 log_softmax: values, gradients, chunks, padding, temperature, memory."""
+
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.vocab import Readout, linear_logprob_entropy, vocab_parallel_logprob_entropy
+from parallel.vocab import Readout, linear_logprob_entropy
 
 TOKENS, VOCAB, PADDED, HIDDEN = 23, 61, 64, 12
 
@@ -11,86 +14,144 @@ TOKENS, VOCAB, PADDED, HIDDEN = 23, 61, 64, 12
 def problem():
     torch.manual_seed(0)
     hidden, weight = torch.randn(TOKENS, HIDDEN), torch.randn(PADDED, HIDDEN)
-    return hidden, weight, torch.randint(0, VOCAB, (TOKENS,)), torch.randn(TOKENS)
+    return hidden, weight, torch.randint(0, VOCAB, (TOKENS,)), torch.randn(TOKENS), torch.randn(TOKENS)
 
 
-def reference(logits, targets, temperature=1.0):
-    log_probs = (logits.double()[:, :VOCAB] / temperature).log_softmax(-1)
+def reference(hidden, weight, targets, temperature=1.0):
+    log_probs = ((hidden @ weight.T)[:, :VOCAB] / temperature).log_softmax(-1)
     return log_probs.gather(1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
+def both(readout):
+    """(ours, the float64 reference): log-prob, entropy, gradients of hidden and weight for g . logprob + h . entropy."""
+    hidden, weight, targets, g, h = problem()
+    results = []
+    for dtype, function in ((torch.float32, linear_logprob_entropy), (torch.float64, reference)):
+        leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden, weight)]
+        logprob, entropy = function(*leaves, targets, readout if dtype is torch.float32 else readout.temperature)
+        grads = torch.autograd.grad(logprob @ g.to(dtype) + entropy @ h.to(dtype), leaves)
+        results.append((logprob.detach(), entropy.detach(), *grads))
+    return results
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 23, 512])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_from_logits(chunk, temperature):
-    hidden, weight, targets, upstream = problem()
-    logits = (hidden @ weight.T).requires_grad_()
-    untouched = logits.detach().clone()
-    exact = logits.detach().double().requires_grad_()
-    expected, expected_entropy = reference(exact, targets, temperature)
-    readout = Readout(VOCAB, temperature=temperature, chunk_tokens=chunk)
-    logprob, entropy = vocab_parallel_logprob_entropy(logits, targets, readout)
-    torch.testing.assert_close(logprob.double(), expected, rtol=1e-6, atol=2e-6)
-    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=2e-6)
-    (grad,) = torch.autograd.grad(logprob @ upstream, logits)
-    (expected_grad,) = torch.autograd.grad(expected @ upstream.double(), exact)
-    torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-5, atol=2e-6)
-    assert grad[:, VOCAB:].abs().max() == 0.0
-    assert torch.equal(logits, untouched) and logprob.dtype == torch.float32 and not entropy.requires_grad
+def test_values_and_gradients(chunk, temperature):
+    ours, theirs = both(Readout(VOCAB, temperature=temperature, chunk_tokens=chunk))
+    assert ours[0].dtype is ours[1].dtype is torch.float32
+    for got, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-5)
+    assert ours[3][VOCAB:].abs().max() == 0.0
 
 
-@pytest.mark.parametrize("chunk", [5, 512])
-def test_from_hidden(chunk):
-    hidden, weight, targets, upstream = problem()
-    hidden.requires_grad_(), weight.requires_grad_()
-    exact_hidden, exact_weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    expected, expected_entropy = reference(exact_hidden @ exact_weight.T, targets, 0.7)
-    readout = Readout(VOCAB, temperature=0.7, chunk_tokens=chunk)
-    logprob, entropy = linear_logprob_entropy(hidden, weight, targets, readout)
-    torch.testing.assert_close(logprob.double(), expected, rtol=1e-6, atol=4e-6)
-    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=4e-6)
-    grads = torch.autograd.grad(logprob @ upstream, [hidden, weight])
-    expected_grads = torch.autograd.grad(expected @ upstream.double(), [exact_hidden, exact_weight])
-    for ours, theirs in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+def test_one_output_alone():
+    hidden, weight, targets, g, _ = problem()
+    for which in (0, 1):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        ours = torch.autograd.grad(linear_logprob_entropy(*leaves, targets, Readout(VOCAB))[which] @ g, leaves)
+        theirs = torch.autograd.grad(reference(*exact, targets)[which] @ g.double(), exact)
+        for got, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-5)
 
 
-def test_values_do_not_depend_on_the_chunk():
-    hidden, weight, targets, _ = problem()
-    logits = hidden @ weight.T
-    whole = vocab_parallel_logprob_entropy(logits, targets, Readout(VOCAB))
-    cut = vocab_parallel_logprob_entropy(logits, targets, Readout(VOCAB, chunk_tokens=3))
-    assert torch.equal(whole[0], cut[0]) and torch.equal(whole[1], cut[1])
+def test_nothing_depends_on_the_chunk():
+    whole, _ = both(Readout(VOCAB))
+    for chunk in (1, 3, 8):
+        cut, _ = both(Readout(VOCAB, chunk_tokens=chunk))
+        for one, other in zip(whole, cut, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+
+
+def of_logits(logits, targets, temperature=1.0):
+    """The same for given logits: hidden states are the logits, the weight is the identity."""
+    vocab = logits.shape[1]
+    return linear_logprob_entropy(logits, torch.eye(vocab), targets, Readout(vocab, temperature=temperature))
 
 
 def test_temperature_by_hand():
     # logits 2, 1, 0 at T = 0.5
-    logits = torch.tensor([[2.0, 1.0, 0.0]] * 3)
-    logprob, _ = vocab_parallel_logprob_entropy(logits, torch.arange(3), Readout(3, temperature=0.5))
+    logprob, _ = of_logits(torch.tensor([[2.0, 1.0, 0.0]] * 3), torch.arange(3), temperature=0.5)
     torch.testing.assert_close(logprob, torch.tensor([-0.1429, -2.1429, -4.1429]), rtol=0, atol=5e-5)
 
 
-def test_padding_content_is_irrelevant():
-    hidden, weight, targets, _ = problem()
-    logits = hidden @ weight.T
-    expected = vocab_parallel_logprob_entropy(logits, targets, Readout(VOCAB))
+def test_gradient_by_hand():
+    # uniform over 4: d logp / d logits = onehot - 1/4, and the entropy is at its maximum ln 4 with gradient 0
+    logits = torch.zeros(1, 4).requires_grad_()
+    logprob, entropy = of_logits(logits, torch.tensor([2]))
+    assert entropy.item() == pytest.approx(1.3862944, abs=1e-6)
+    (grad,) = torch.autograd.grad(logprob.sum(), logits, retain_graph=True)
+    torch.testing.assert_close(grad, torch.tensor([[-0.25, -0.25, 0.75, -0.25]]))
+    (grad,) = torch.autograd.grad(entropy.sum(), logits)
+    assert grad.abs().max() <= 1e-6
+
+
+def test_padding_rows_are_irrelevant():
+    hidden, weight, targets, g, _ = problem()
+    hidden.requires_grad_()
+    expected = linear_logprob_entropy(hidden, weight, targets, Readout(VOCAB))
+    (expected_grad,) = torch.autograd.grad(expected[0] @ g, hidden)
     for poison in (1e9, float("nan"), float("inf")):
-        logits[:, VOCAB:] = poison
-        result = vocab_parallel_logprob_entropy(logits, targets, Readout(VOCAB))
-        assert torch.equal(result[0], expected[0]) and torch.equal(result[1], expected[1])
+        weight[VOCAB:] = poison
+        got = linear_logprob_entropy(hidden, weight, targets, Readout(VOCAB))
+        (grad,) = torch.autograd.grad(got[0] @ g, hidden)
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1]) and torch.equal(grad, expected_grad)
 
 
 def test_huge_logits_stay_finite():
     logits = torch.tensor([[1e4, 0.0, -1e4]]).requires_grad_()
-    logprob, entropy = vocab_parallel_logprob_entropy(logits, torch.tensor([0]), Readout(3))
-    (grad,) = torch.autograd.grad(logprob.sum(), logits)
+    logprob, entropy = of_logits(logits, torch.tensor([0]))
+    (grad,) = torch.autograd.grad(logprob.sum() + entropy.sum(), logits)
     assert logprob.item() == 0.0 and entropy.item() == 0.0 and grad.isfinite().all()
 
 
 def test_no_tokens():
-    logits = torch.zeros(0, 8).requires_grad_()
-    logprob, entropy = vocab_parallel_logprob_entropy(logits, torch.zeros(0, dtype=torch.int64), Readout(8))
-    (grad,) = torch.autograd.grad(logprob.sum(), logits)
-    assert logprob.shape == entropy.shape == (0,) and grad.shape == (0, 8)
+    hidden, weight = torch.zeros(0, 8).requires_grad_(), torch.zeros(8, 8).requires_grad_()
+    logprob, entropy = linear_logprob_entropy(hidden, weight, torch.zeros(0, dtype=torch.int64), Readout(8))
+    grads = torch.autograd.grad(logprob.sum(), [hidden, weight])
+    assert logprob.shape == entropy.shape == (0,) and grads[0].shape == (0, 8) and not grads[1].any()
+
+
+def test_bf16_gradient_is_added_up_in_fp32():
+    """Chunks of one token: adding 512 bf16 outer products up in bf16 would lose most of a small one to rounding."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(512, 8).bfloat16(), torch.randn(16, 8).bfloat16()
+    targets = torch.randint(0, 16, (512,))
+    found = []
+    for chunk in (1, 512):
+        leaf = weight.clone().requires_grad_()
+        logprob, _ = linear_logprob_entropy(hidden, leaf, targets, Readout(16, chunk_tokens=chunk))
+        found.append(torch.autograd.grad(logprob.sum(), leaf)[0].float())
+    assert (found[0] - found[1]).norm() <= 1e-2 * found[1].norm()
+
+
+class LargestLive(TorchDispatchMode):
+    """Peak of the bytes of all live tensors made inside, `limit` elements or larger."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.limit, self.live, self.peak = limit, {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() >= 4 * self.limit:
+                key = tensor.untyped_storage().data_ptr()
+                if key not in self.live:
+                    self.live[key] = tensor.untyped_storage().nbytes()
+                    weakref.finalize(tensor.untyped_storage(), self.live.pop, key, None)
+        self.peak = max(self.peak, sum(self.live.values()))
+        return out
+
+
+def test_peak_memory_is_a_few_chunks():
+    tokens, vocab, chunk = 512, 5_000, 64
+    hidden, weight = torch.randn(tokens, 8).requires_grad_(), torch.randn(vocab, 8).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,))
+    with LargestLive(chunk * vocab // 2) as seen:
+        logprob, entropy = linear_logprob_entropy(hidden, weight, targets, Readout(vocab, chunk_tokens=chunk))
+        torch.autograd.grad(logprob.sum() + entropy.sum(), [hidden, weight])
+    assert 0 < seen.peak <= 3 * 4 * chunk * vocab < 4 * tokens * vocab
 
 
 def test_refusals():
