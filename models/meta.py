@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from models.build import BuildOptions, build_model
 from models.mapping import VocabRows
-from models.ownership import in_first_replica, lives_on
+from models.ownership import in_first_replica, lives_on, shard_of
 from models.parameters import canonical_parameters
 from models.registry import weight_map
 from models.spec import ModelSpec
@@ -50,7 +50,7 @@ def build_on_meta(spec: ModelSpec, layout: ParallelLayout, rank: int) -> dict[st
 
 @dataclass(frozen=True)
 class Coverage:
-    """elements: parameters of the whole model, each found exactly once; per_rank: how many each rank holds."""
+    """elements: parameters of the whole model, each found exactly once; per_rank: how many each built rank holds."""
 
     elements: int
     per_rank: tuple[int, ...]
@@ -75,6 +75,27 @@ def check_coverage(spec: ModelSpec, layout: ParallelLayout) -> Coverage:
         if found[rule.megatron] != _stored_elements(rule, spec, layout):
             raise RuntimeError(f"{rule.megatron}: the ranks hold {found[rule.megatron]} elements of {_elements(rule)}")
     return Coverage(sum(_elements(rule) for rule in rules if rule.exported), tuple(per_rank))
+
+
+def check_stages(spec: ModelSpec, layout: ParallelLayout) -> Coverage:
+    """As `check_coverage`, with one rank built per pipeline stage: for layouts of many ranks.
+
+    Ranks that differ in their tensor, expert or data coordinate alone hold the same shapes, so the first of each stage
+    stands for them: its shard times the number of shards must be the whole, and its experts stand for all of them.
+    """
+    rules, per_stage, elements = weight_map(spec), [], 0
+    for stage in range(layout.pp):
+        rank = layout.world // layout.pp * stage
+        shapes = build_on_meta(spec, layout, rank)
+        here = [rule for rule in rules if lives_on(rule, spec, layout, rank)]
+        _check_names(rank, shapes.keys(), [rule.megatron for rule in here])
+        for rule in here:
+            shards = shard_of(rule, layout, rank)[1] if rule.op.sharded else 1
+            if shapes[rule.megatron].numel() * shards != _stored_elements(rule, spec, layout):
+                raise RuntimeError(f"{rule.megatron}: {shards} shards of {tuple(shapes[rule.megatron])} are not {rule.op.shapes}")
+            elements += _elements(rule) * (1 if rule.expert is None else layout.ep) if rule.exported else 0
+        per_stage.append(sum(shape.numel() for shape in shapes.values()))
+    return Coverage(elements, tuple(per_stage))
 
 
 def _check_names(rank: int, built: Iterable[str], placed: Iterable[str]) -> None:

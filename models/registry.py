@@ -60,8 +60,8 @@ def _with_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
     """The dtypes are those of the tensors: `dtype` in the config is what a model is made in, not what was saved."""
     reader = CheckpointReader(folder)
     carried = carried_names(spec.architecture, reader.stored_names())
-    decoder = sorted(name for name in reader.names() if not carried_names(spec.architecture, [name]))
-    stored = {name: reader.dtype(name) for name in decoder}
+    decoder = reader.names() - carried_names(spec.architecture, reader.names())
+    stored = {name: reader.dtype(name) for name in sorted(decoder)}
     common = Counter(stored.values()).most_common(1)[0][0]
     others = tuple((n, d) for n, d in stored.items() if d is not common)
     return replace(spec, dtype=common, other_dtypes=others, carried=tuple(sorted(carried)))

@@ -104,7 +104,7 @@ class PolicyRouter(TopKRouter):
         self.sums[running.name] = self.sums[running.name] + row if running.name in self.sums else row
 
     def _aux_loss(self, running: RouterPass, logits: Tensor, routing_map: Tensor) -> Tensor:
-        """This rank's share of coef x mean over layers of E x sum_e load_e x mean p_e (arXiv 2101.03961, equation 4).
+        """This rank's share of coef x mean over MoE layers of E x sum_e load_e x mean p_e (arXiv 2101.03961, equation 4).
 
         load_e is the micro-batch's share of choices (over the whole row), p the softmax over E, both over masked tokens;
         micro-batches are weighted by their tokens. The shares of all ranks and micro-batches add up to the loss.
@@ -118,7 +118,8 @@ class PolicyRouter(TopKRouter):
             dist.all_reduce(load, group=sharing)
         load = load / load.sum().clamp_min(1.0)
         probability = logits[mask].float().softmax(-1).sum(0) / running.batch_tokens
-        return self.control.aux_loss_coef * logits.shape[-1] / self.config.num_layers * (load * probability).sum()
+        has_experts: Any = self.config.moe_layer_freq
+        return self.control.aux_loss_coef * logits.shape[-1] / sum(has_experts) * (load * probability).sum()
 
     def take(self, pass_name: str) -> Tensor | None:
         """The sums of one pass since they were last taken, None when it did not run; see routing_row."""

@@ -188,4 +188,6 @@ class ModelSpec:
             num_experts=None if self.moe is None else self.moe.num_experts,
             moe_ffn=None if self.moe is None else self.moe.ffn_size,
             vocab_size=self.vocab_size,
+            shared_ffn=None if self.moe is None else self.moe.shared_ffn_size,
+            linear_heads=None if self.delta_net is None else self.delta_net.num_k_heads,
         )

@@ -12,7 +12,10 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class ModelDims:
-    """The sizes of a model that a layout has to divide. num_experts and moe_ffn are None for a dense model."""
+    """The sizes of a model that a layout has to divide. num_experts and moe_ffn are None for a dense model.
+
+    shared_ffn: of the shared expert; linear_heads: key heads of its linear attention. None where there is no such part.
+    """
 
     num_layers: int
     num_heads: int
@@ -22,6 +25,8 @@ class ModelDims:
     num_experts: int | None
     moe_ffn: int | None
     vocab_size: int
+    shared_ffn: int | None = None
+    linear_heads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,8 @@ class ParallelLayout:
         _divides(self.tp, "tp", dims.num_heads, "attention heads")
         _divides(self.tp, "tp", dims.num_kv_heads, "key-value heads")
         _divides(self.tp, "tp", dims.ffn, "ffn columns")
+        _divides(self.tp, "tp", dims.shared_ffn, "shared expert's ffn columns")
+        _divides(self.tp, "tp", dims.linear_heads, "linear-attention key heads")
         self.stage_layers(dims.num_layers)
         if dims.num_experts is None:
             self._validate_dense()

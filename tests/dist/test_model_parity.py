@@ -19,13 +19,20 @@ CASES = [
     *(("qwen3", layout) for layout in (ONE, TP2_SP, TP2, PP2)),
     *(("llama_tied", layout) for layout in (ONE, TP2_SP, PP2)),
     *(("qwen2", layout) for layout in (ONE, TP2_SP, PP2)),
+    *(("qwen3_moe_mixed", layout) for layout in (ONE, TP2_SP, PP2)),
+    *(("qwen3_next", layout) for layout in (ONE, TP2_SP, EP2, VPP2)),
+    *(("qwen3_5_moe", layout) for layout in (ONE, EP2)),
+    *(("qwen3_5", layout) for layout in (ONE, TP2)),
+    ("qwen3_5_moe_vision", TP2_EP2),
+    ("qwen3_5_vision", PP2),
 ]
+SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe")
 LENGTHS = [[17, 1, 30, 5, 9], [4, 23, 2]]
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    folders = {family: tmp_path_factory.mktemp(family) for family in ("qwen3_moe", "qwen3", "llama_tied", "qwen2")}
+    folders = {family: tmp_path_factory.mktemp(family) for family in dict(CASES)}
     return {family: (folder, write_tiny(folder, family)) for family, folder in folders.items()}
 
 
@@ -33,9 +40,9 @@ def checkpoints(tmp_path_factory):
 def test_logits_are_transformers(ranks, checkpoints, family, layout):
     folder, model = checkpoints[family]
     rows_of_dp = [sequences(lengths, seed=number) for number, lengths in enumerate(LENGTHS[: layout.dp])]
-    if family == "qwen3_moe":
+    if family in SPARSE:
         every_row = [row for rows in rows_of_dp for row in rows]
-        assert min(narrowest_margin(logits, 2) for logits in router_logits(model, every_row)) > 1e-4
+        assert min(narrowest_margin(logits, 2) for logits in router_logits(model, every_row)) > 2e-5
     results = ranks.run(logits_on_rank, layout, str(folder), rows_of_dp)
     compared = 0
     for rank, ours in enumerate(results):
@@ -46,6 +53,7 @@ def test_logits_are_transformers(ranks, checkpoints, family, layout):
         for got, want in zip(ours, transformers_logits(model, rows_of_dp[at.dp]), strict=True):
             assert want.abs().max() > 0.5
             assert (got - want).abs().max() <= 1e-4
+            assert (got.log_softmax(-1) - want.log_softmax(-1)).abs().max() <= 1e-4
             compared += 1
     assert compared == layout.tp * sum(len(rows) for rows in rows_of_dp)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from model_ranks import loaded
 from safetensors.torch import load_file, save_file
-from tiny_models import stored_tensors, write_tiny
+from tiny_models import CONFIGS, stored_tensors, write_tiny
 
 from models.weights import ModelWeights, export_checkpoint
 from parallel.layout import ParallelLayout
@@ -27,7 +27,12 @@ LAYOUTS = [
     ("llama_tied", ParallelLayout(world=2, pp=2)),
     ("qwen2", ParallelLayout(world=4, tp=2, pp=2)),
     ("qwen3", ParallelLayout(world=2, tp=2)),
+    ("qwen3_moe_mixed", ParallelLayout(world=4, pp=2, ep=2)),
+    ("qwen3_next", ParallelLayout(world=4, tp=2, ep=2, sp=True)),
+    ("qwen3_5", ParallelLayout(world=4, tp=2, pp=2)),
+    ("qwen3_5_moe", ParallelLayout(world=2, pp=2, vpp=2)),
 ]
+FAMILIES = sorted(CONFIGS)
 
 
 def export_on_rank(groups, device, source, target, **options):
@@ -82,17 +87,94 @@ def test_every_rank_sees_the_whole_model_and_holds_its_part(ranks, tmp_path, fam
         assert all(tensor.is_contiguous() for _, tensor in buckets)
 
 
+def refill(folder, dtype):
+    """The folder's values replaced: in fp32 every element of the model has a number of its own; decay rates stay fp32."""
+    tensors, start = load_file(folder / "model.safetensors"), 0
+    for name, tensor in tensors.items():
+        own = torch.float32 if name.endswith(("A_log", "dt_bias")) else dtype
+        counted = torch.arange(start, start + tensor.numel(), dtype=torch.float32).reshape(tensor.shape)
+        assert start + tensor.numel() < 2**24
+        tensors[name] = counted.to(own) if dtype is torch.float32 else torch.randn(tensor.shape).to(own)
+        start += tensor.numel()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+SPARSE = [family for family in FAMILIES if "moe" in family or "next" in family]
+ROUND_TRIPS = [
+    (SPARSE, ParallelLayout(world=4, tp=2, ep=2, sp=True), ParallelLayout(world=2, pp=2, vpp=2)),
+    ([f for f in FAMILIES if f not in SPARSE], ParallelLayout(world=4, tp=2, pp=2), ParallelLayout(world=2, tp=2)),
+]
+
+
+def export_all_on_rank(groups, device, folders, **options):
+    for source, target in folders:
+        export_on_rank(groups, device, source, target, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_import_on_one_layout_export_on_another(ranks, tmp_path, dtype):
-    source, first, second = tmp_path / "source", tmp_path / "first", tmp_path / "second"
+@pytest.mark.parametrize(("families", "before", "after"), ROUND_TRIPS, ids=["sparse", "dense"])
+def test_import_on_one_layout_export_on_another(ranks, tmp_path, families, before, after, dtype):
+    """Every family; what one layout exported is imported on another and exported again."""
+    sources, firsts, seconds = ([str(tmp_path / f"{family}-{stage}") for family in families] for stage in range(3))
+    want = {}
+    for family, source in zip(families, sources, strict=True):
+        Path(source).mkdir()
+        write_tiny(Path(source), family, dtype=dtype)
+        want[family] = refill(Path(source), dtype)
+    ranks.run(export_all_on_rank, before, list(zip(sources, firsts, strict=True)), dtype=dtype)
+    ranks.run(export_all_on_rank, after, list(zip(firsts, seconds, strict=True)), dtype=dtype)
+    for family, source, *targets in zip(families, sources, firsts, seconds, strict=True):
+        for folder in map(Path, targets):
+            assert_bit_equal(stored_tensors(folder), want[family])
+            for name in ("config.json", "tokenizer.json", "generation_config.json"):
+                assert (folder / name).read_bytes() == (Path(source) / name).read_bytes()
+
+
+def test_decay_rates_stored_in_bfloat16_come_back_as_the_same_values_in_float32(ranks, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
-    write_tiny(source, "qwen3_moe", dtype=dtype)
-    ranks.run(export_on_rank, ParallelLayout(world=4, tp=2, ep=2, sp=True), str(source), str(first), dtype=dtype)
-    ranks.run(export_on_rank, ParallelLayout(world=2, pp=2, vpp=2), str(first), str(second), dtype=dtype)
-    for folder in (first, second):
-        assert_bit_equal(stored_tensors(folder), stored_tensors(source))
-        for name in ("config.json", "tokenizer.json", "generation_config.json"):
-            assert (folder / name).read_bytes() == (source / name).read_bytes()
+    write_tiny(source, "qwen3_5", dtype=torch.bfloat16)
+    want = {
+        name: tensor.float() if name.endswith(("A_log", "dt_bias")) else tensor for name, tensor in stored_tensors(source).items()
+    }
+    assert sum(tensor.dtype is torch.float32 for tensor in want.values()) == 2 * 3
+    ranks.run(export_on_rank, ParallelLayout(world=2, tp=2), str(source), str(target), dtype=torch.bfloat16)
+    assert_bit_equal(stored_tensors(target), want)
+
+
+def dtypes_on_rank(groups, device, folder, dtype, exported):
+    """Dtypes of the decay rates in the trainer, and of every tensor that is handed out."""
+    spec, chunks = loaded(groups, folder, dtype=dtype)
+    rates = {p.dtype for c in chunks for name, p in c.named_parameters() if name.endswith(("A_log", "dt_bias"))}
+    return rates, {m.name: m.dtype for m in ModelWeights(chunks, spec, groups, dtype=exported).metadata()}
+
+
+def test_decay_rates_are_float32_in_the_trainer_and_in_every_export(ranks, tmp_path):
+    write_tiny(tmp_path, "qwen3_next")
+    ((rates, handed_out),) = ranks.run(dtypes_on_rank, ParallelLayout(), str(tmp_path), torch.bfloat16, torch.bfloat16)
+    assert rates == {torch.float32}
+    wide = {name for name, dtype in handed_out.items() if dtype is not torch.bfloat16}
+    assert wide == {f"model.layers.{layer}.linear_attn.{name}" for layer in range(3) for name in ("A_log", "dt_bias")}
+
+
+def test_multi_token_prediction_travels_untouched_in_its_own_style(ranks, tmp_path):
+    """Its experts are fused beside a decoder whose experts are not; its values and dtypes are nobody's business."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    write_tiny(source, "qwen3_next")
+    mtp = {
+        "mtp.layers.0.mlp.experts.gate_up_proj": torch.randn(6, 80, 48, dtype=torch.float16),
+        "mtp.layers.0.mlp.experts.down_proj": torch.randn(6, 48, 40, dtype=torch.float16),
+        "mtp.layers.0.self_attn.q_proj.weight": torch.full((3,), torch.nan),
+        "mtp.fc.weight": torch.randn(48, 96).to(torch.bfloat16),
+    }
+    save_file(stored_tensors(source) | mtp, source / "model.safetensors", metadata={"format": "pt"})
+    ranks.run(export_on_rank, ParallelLayout(world=2, ep=2), str(source), str(target))
+    got, want = stored_tensors(target), stored_tensors(source)
+    nan = "mtp.layers.0.self_attn.q_proj.weight"
+    assert got.pop(nan).view(torch.int32).equal(want.pop(nan).view(torch.int32))
+    assert_bit_equal(got, want)
 
 
 def test_router_stored_in_float32_beside_bfloat16_stays_exact(ranks, tmp_path):
@@ -133,6 +215,7 @@ def test_fused_experts_come_back_fused(ranks, tmp_path):
     [
         (lambda t: t.pop("model.layers.2.mlp.experts.5.up_proj.weight"), "lacks 1 tensors.*layers.2.mlp.experts.5.up_proj"),
         (lambda t: t.update({"model.layers.9.surprise": torch.zeros(2)}), "does not have: model.layers.9.surprise"),
+        (lambda t: t.update({"mtp.fc.weight": torch.zeros(2)}), "does not have: mtp.fc.weight"),
         (lambda t: t["model.norm.weight"].fill_(torch.nan), "model.norm.weight holds NaN"),
         (lambda t: t.update({"model.norm.weight": torch.zeros(47)}), "model.norm.weight -> decoder.final_layernorm.weight.*47"),
     ],

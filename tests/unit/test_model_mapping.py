@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.mapping import FuseGateUp, FuseQkv, Rename, VocabRows
+from models.mapping import FuseGatedQkv, FuseGateUp, FuseQkv, Rename, VocabRows
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 6, 2, 5, 3
 FFN = 10
@@ -28,6 +28,7 @@ OPS = [
     Rename((4, 6), 1),
     FuseQkv(HEADS, KV_HEADS, HEAD_DIM, WIDTH),
     FuseQkv(HEADS, KV_HEADS, HEAD_DIM),
+    FuseGatedQkv(HEADS, KV_HEADS, HEAD_DIM, WIDTH),
     FuseGateUp(FFN, WIDTH),
     VocabRows(11, WIDTH, 4),
 ]
@@ -55,6 +56,19 @@ def test_qkv_rows_are_in_megatrons_order():
     heads = fused[:, 0].reshape(-1, HEAD_DIM)
     assert heads[:, 0].tolist() == [0, 1, 2, 100, 200, 3, 4, 5, 101, 201]
     assert torch.equal(heads, heads[:, :1].expand(-1, HEAD_DIM))
+
+
+def test_gated_qkv_rows_are_in_megatrons_order():
+    """For each kv head: its three query heads, their three gates, its key, its value. q_proj: query, gate, query, gate ..."""
+    query_and_gate = torch.stack([torch.arange(HEADS), 50 + torch.arange(HEADS)], dim=1).flatten()
+    keys, values = 100 + torch.arange(KV_HEADS), 200 + torch.arange(KV_HEADS)
+    parts = [t.repeat_interleave(HEAD_DIM).float()[:, None].expand(-1, WIDTH) for t in (query_and_gate, keys, values)]
+    op = FuseGatedQkv(HEADS, KV_HEADS, HEAD_DIM, WIDTH)
+    heads = op.fuse(parts)[:, 0].reshape(-1, HEAD_DIM)
+    assert heads[:, 0].tolist() == [0, 1, 2, 50, 51, 52, 100, 200, 3, 4, 5, 53, 54, 55, 101, 201]
+    assert torch.equal(heads, heads[:, :1].expand(-1, HEAD_DIM))
+    second = op.shard(op.fuse(parts), 1, 2)[:, 0].reshape(-1, HEAD_DIM)
+    assert second[:, 0].tolist() == [3, 4, 5, 53, 54, 55, 101, 201]
 
 
 def test_a_qkv_shard_holds_whole_groups():
