@@ -43,8 +43,8 @@ fmt: env  ## format and sort imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: env  ## time a GSPO step against TRL's
-	@$(BIN)/python tools/run_tests.py bench
+bench: env  ## time a GSPO step against TRL's, and checkpoint conversion against transformers and a plain copy
+	@$(BIN)/python tools/run_tests.py bench bench_convert
 
 soak: env  ## long runs (none yet)
 	@$(BIN)/python tools/run_tests.py soak

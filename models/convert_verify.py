@@ -127,10 +127,11 @@ def compare_forwards(megatron: Path, hf: Path, spec: ModelSpec) -> Parity:
         own = megatron / COMPANIONS
         _child("models.convert_forward_hf", [hf, rows, theirs])
         _child("models.convert_forward", [megatron, own if own.is_dir() else hf, rows, ours])
-        return _parity(load_file(ours), load_file(theirs))
+        return parity_of(load_file(ours), load_file(theirs))
 
 
-def _parity(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Parity:
+def parity_of(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Parity:
+    """Compare the outputs of both sides, by name."""
     layers = {name: _relative(ours[name], theirs[name]) for name in sorted(ours, key=_number) if name in theirs}
     logits = layers.pop("logits")
     one, other = ours["logits"].log_softmax(-1), theirs["logits"].log_softmax(-1)

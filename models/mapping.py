@@ -60,6 +60,11 @@ def _chunk(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
     return whole.chunk(size, dim)[rank]
 
 
+def _rows(shards: Sequence[Tensor]) -> Tensor:
+    """The shards below each other; a single one as it is, without a copy."""
+    return shards[0] if len(shards) == 1 else torch.cat(tuple(shards))
+
+
 @dataclass(frozen=True)
 class Rename:
     """One tensor under another name. shard_dim: 0 column parallel, 1 row parallel, None replicated."""
@@ -92,7 +97,9 @@ class Rename:
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """Concatenate along shard_dim."""
-        return shards[0] if self.shard_dim is None else torch.cat(tuple(shards), self.shard_dim)
+        if self.shard_dim is None or len(shards) == 1:
+            return shards[0]
+        return torch.cat(tuple(shards), self.shard_dim)
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,7 @@ class VocabRows:
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """Concatenate and drop the padding rows."""
-        return torch.cat(tuple(shards))[: self.vocab_size]
+        return _rows(shards)[: self.vocab_size]
 
 
 @dataclass(frozen=True)
@@ -178,7 +185,7 @@ class FuseQkv:
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """Concatenate rows."""
-        return torch.cat(tuple(shards))
+        return _rows(shards)
 
 
 @dataclass(frozen=True)
@@ -225,7 +232,7 @@ class FuseGatedQkv:
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """Concatenate rows."""
-        return torch.cat(tuple(shards))
+        return _rows(shards)
 
 
 @dataclass(frozen=True)
@@ -256,9 +263,13 @@ class FuseGateUp:
 
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """[ffn / size of gate; ffn / size of up]."""
+        if size == 1:
+            return whole
         return torch.cat([_chunk(half, 0, rank, size) for half in whole.chunk(2)])
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """Whole gate, then whole up."""
+        if len(shards) == 1:
+            return shards[0]
         halves = [shard.chunk(2) for shard in shards]
         return torch.cat([half[0] for half in halves] + [half[1] for half in halves])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from models.hf_file import DTYPES
 from models.hf_io import CheckpointReader, check_names, fuse_experts
 from models.hf_write import write_checkpoint
 from models.ownership import holder_of, in_gather, shard_of
@@ -51,19 +52,22 @@ def _check_checkpoint(reader: CheckpointReader, spec: ModelSpec, rules: Sequence
             raise ValueError(f"{reader.folder}: tie_word_embeddings is true, but lm_head.weight is not {embedding}")
         found -= {"lm_head.weight"}
     check_names(found, expected, reader.folder)
+    others = dict(spec.other_dtypes)
     for name in sorted(expected):
-        if reader.dtype(name) is not spec.dtype_of(name):
-            raise ValueError(f"{reader.folder}: {name} is {reader.dtype(name)}, but the spec says {spec.dtype_of(name)}")
+        if reader.dtype(name) is not others.get(name, spec.dtype):
+            raise ValueError(f"{reader.path_of(name)}: {name} is {reader.dtype(name)}, the spec says {spec.dtype_of(name)}")
 
 
 def _load(parameter: nn.Parameter, rule: Rule, reader: CheckpointReader, place: tuple[int, int]) -> None:
+    name = rule.tensors[0].name
+    where = f"{reader.path_of(name)}: {name} -> {rule.megatron}"
     try:
         whole = rule.op.fuse([reader.read(t.name) for t in rule.tensors])
         piece = rule.op.shard(whole, *place)
     except ValueError as error:
-        raise ValueError(f"{rule.tensors[0].name} -> {rule.megatron}: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
     if piece.shape != parameter.shape:
-        raise ValueError(f"{rule.tensors[0].name} -> {rule.megatron}: {tuple(piece.shape)} into {tuple(parameter.shape)}")
+        raise ValueError(f"{where}: {tuple(piece.shape)} into {tuple(parameter.shape)}")
     parameter.data.copy_(piece)
 
 
@@ -156,7 +160,20 @@ def export_checkpoint(weights: ModelWeights, spec: ModelSpec, *, source: Path, t
     if spec.moe is not None and _stores_fused(reader, spec):
         tensors = fuse_experts(tensors, spec.moe.num_experts)
     carried = sorted(carried_names(spec.architecture, reader.stored_names()))
-    write_checkpoint(target, chain(tensors, ((name, reader.read_stored(name)) for name in carried)), source=source)
+    everything = chain(tensors, ((name, reader.read_stored(name)) for name in carried))
+    write_checkpoint(target, everything, source=source, metas=_stored_metas(weights, reader, carried))
+
+
+def _stored_metas(weights: ModelWeights, reader: CheckpointReader, carried: Sequence[str]) -> list[TensorMeta]:
+    """What will be written, under the names the source stores it by."""
+    metas: dict[str, TensorMeta] = {}
+    for meta in weights.metadata():
+        fused = reader.entry(meta.name) if reader.is_fused(meta.name) else None
+        stored = meta if fused is None else TensorMeta(fused.name, meta.dtype, fused.shape)
+        metas[stored.name] = stored
+    for entry in (reader.entry(name) for name in carried):
+        metas[entry.name] = TensorMeta(entry.name, DTYPES[entry.dtype], entry.shape)
+    return list(metas.values())
 
 
 def _stores_fused(reader: CheckpointReader, spec: ModelSpec) -> bool:

@@ -29,7 +29,7 @@ TESTS = {
     "chaos": ("tests/engine/test_when_engines_die.py",),
     "soak": ("tests/soak",),
 }
-SCRIPTS = {"bench": "tools/bench.py"}
+SCRIPTS = {"bench": "tools/bench.py", "bench_convert": "tools/bench_convert.py"}
 WIDTH = 78
 
 
@@ -93,7 +93,7 @@ def main() -> None:
     total = sum(result.seconds for result in results)
     heading(f"total {total:.0f} s, Python {sys.version.split()[0]}")
     for result in results:
-        print(f"{result.section:8s} {'ok' if result.ok else 'FAILED':8s} {result.seconds:6.0f} s")
+        print(f"{result.section:13s} {'ok' if result.ok else 'FAILED':8s} {result.seconds:6.0f} s")
     sys.exit(0 if all(result.ok for result in results) else 1)
 
 
