@@ -19,6 +19,7 @@ from mcore_rl.config.schema import RunConfig
 from mcore_rl.data.build import BuiltTask, build_task
 from mcore_rl.data.tokenizer import load_tokenizer, stop_token_ids
 from mcore_rl.progress import Progress
+from mcore_rl.rewards.user_reward import UserReward
 from mcore_rl.rollout.factory import start_engine
 from mcore_rl.rollout.vllm_engine import VllmEngine
 from mcore_rl.run_folder import RunFolder, run_folder
@@ -49,7 +50,9 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Parts:
-    """What every stage is built from. The engine exists on rank 0 only and may still be starting."""
+    """What every stage is built from. The engine exists on rank 0 only and may still be starting; so does `reward`, the
+    function of the user's where one is configured.
+    """
 
     config: RunConfig
     folder: RunFolder
@@ -58,6 +61,7 @@ class Parts:
     stop_token_ids: tuple[int, ...]
     trainer: Trainer
     engine: VllmEngine | None
+    reward: UserReward | None = None
 
 
 @contextmanager
@@ -76,13 +80,17 @@ def assembled(config: RunConfig) -> Iterator[Parts]:
             config.task,
             tokenizer,
             seed=config.seed,
+            reward=config.reward,
             template_kwargs=config.model.chat_template_kwargs,
             max_prompt_tokens=config.rollout.max_model_len - config.rollout.max_tokens,
         )
         groups = initialize_groups(parallel_layout(config), config.seed)
         stack.callback(destroy_groups)
         trainer = build_trainer(config, model_path, runtime, groups)
-        yield Parts(config, folder, model_path, task, stop_token_ids(tokenizer), trainer, engine)
+        reward = UserReward(config.reward, folder.logs / "reward.log") if config.reward.function and engine else None
+        if reward is not None:
+            stack.callback(reward.close)
+        yield Parts(config, folder, model_path, task, stop_token_ids(tokenizer), trainer, engine, reward)
 
 
 def prepare_model(config: RunConfig, folder: RunFolder) -> Path:

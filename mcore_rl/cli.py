@@ -1,4 +1,4 @@
-"""The command line: `mcore-rl train|sft|eval|report`.
+"""The command line: `mcore-rl train|sft|eval|probe|report` and the checkpoint tools (`mcore_rl.cli_tools`).
 
 Help, unknown keys and wrong types are answered before torch is imported; what a command needs is loaded by name once
 it is known which one runs.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from mcore_rl.cli_tools import TOOLS, run_tool
 from mcore_rl.config.compose import compose_config, resolved_yaml
 from mcore_rl.config.keys import close_matches
 from mcore_rl.config.schema import RunConfig
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = [Path(sys.argv[0]).name, *words]
     try:
+        if words[:1] and words[0] in TOOLS:
+            return run_tool(words[0], words[1:])
         request = parse(words)
         config = _answer(request)
         if config is None:
@@ -59,7 +62,7 @@ def parse(words: Sequence[str]) -> Request:
     flags = frozenset(_FLAGS[word] for word in words if word in _FLAGS)
     plain = [word for word in words if word not in _FLAGS]
     if plain and plain[0] not in COMMANDS:
-        raise ValueError(f"{plain[0]}: no such command{close_matches(plain[0], COMMANDS)}; see mcore-rl --help")
+        raise ValueError(f"{plain[0]}: no such command{close_matches(plain[0], COMMANDS | TOOLS)}; see mcore-rl --help")
     return Request(plain[0] if plain else "", tuple(plain[1:]), flags)
 
 

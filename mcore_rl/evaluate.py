@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mcore_rl.rewards.checks import score_completions
 from mcore_rl.rewards.grading import REWARD_VERSION
+from mcore_rl.rewards.user_reward import UserReward
 from mcore_rl.seams import RolloutEngine, Task
 from mcore_rl.statistics import PairedGain, paired_bootstrap, wilson_half_width
-from mcore_rl.types import Completion, SamplingParams, Score, StaleRollout
+from mcore_rl.types import Completion, Prompt, SamplingParams, Score, StaleRollout
+
+Observer = Callable[[Sequence[Prompt], Sequence[Completion], Sequence[Score]], None]
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class EvalSpec:
     stop_token_ids: tuple[int, ...]
     extraction: str
     seed: int = 0
+    reward_version: str = REWARD_VERSION
 
     @property
     def decoding(self) -> str:
@@ -36,6 +41,7 @@ class EvalResult:
     """One evaluation with its conditions. Rates are fractions of n; `correct` holds 0 or 1 per prompt, in prompt order.
 
     version: of the weights that sampled. extracted_rate: an answer was found, ended or not; format_rate: and it ended.
+    reward_failures: samples whose reward call failed; they count in n with the task's own verdict, not in mean_reward.
     """
 
     split: str
@@ -54,6 +60,7 @@ class EvalResult:
     mean_length_tokens: float
     prompt_ids: tuple[str, ...]
     correct: tuple[int, ...]
+    reward_failures: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Builtins only."""
@@ -66,8 +73,15 @@ class EvalResult:
         return cls(**values)
 
 
-def evaluate(task: Task, engine: RolloutEngine, spec: EvalSpec) -> EvalResult:
-    """Sample one completion per held-out prompt and grade it.
+def evaluate(
+    task: Task,
+    engine: RolloutEngine,
+    spec: EvalSpec,
+    *,
+    reward: UserReward | None = None,
+    observe: Observer | None = None,
+) -> EvalResult:
+    """Sample one completion per held-out prompt and grade it. observe: sees what was asked, answered and judged.
 
     ValueError: no prompts, completions that do not match the prompts, unusable reward. StaleRollout: mixed versions.
     """
@@ -81,29 +95,34 @@ def evaluate(task: Task, engine: RolloutEngine, spec: EvalSpec) -> EvalResult:
     versions = {completion.version for completion in completions}
     if len(versions) != 1:
         raise StaleRollout(f"evaluation completions of {engine.name} were sampled with versions {sorted(versions)}")
-    return _result(spec, completions, score_completions(task, prompts, completions))
+    scores = score_completions(task, prompts, completions, reward)
+    if observe is not None:
+        observe(prompts, completions, scores)
+    return _result(spec, completions, scores)
 
 
 def _result(spec: EvalSpec, completions: Sequence[Completion], scores: Sequence[Score]) -> EvalResult:
     """Rates and conditions of one evaluation."""
     n, correct = len(scores), tuple(int(score.correct) for score in scores)
+    rewards = [score.reward for score in scores if score.failure is None]
     return EvalResult(
         split=spec.split,
         n=n,
         decoding=spec.decoding,
         max_tokens=spec.max_tokens,
         extraction=spec.extraction,
-        reward_version=REWARD_VERSION,
+        reward_version=spec.reward_version,
         version=completions[0].version,
         accuracy=sum(correct) / n,
         ci95_half_width=wilson_half_width(sum(correct), n),
         format_rate=sum(score.format_ok for score in scores) / n,
         extracted_rate=sum(score.extracted is not None for score in scores) / n,
         truncation_rate=sum(score.truncated for score in scores) / n,
-        mean_reward=sum(score.reward for score in scores) / n,
+        mean_reward=sum(rewards) / len(rewards) if rewards else math.nan,
         mean_length_tokens=sum(len(completion.token_ids) for completion in completions) / n,
         prompt_ids=tuple(completion.prompt_id for completion in completions),
         correct=correct,
+        reward_failures=n - len(rewards),
     )
 
 

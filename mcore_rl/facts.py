@@ -10,8 +10,8 @@ import xxhash
 from torch import nn
 
 from mcore_rl.assemble import Parts
+from mcore_rl.data.band_task import BandTask
 from mcore_rl.manifest import RunFacts, build_manifest, file_sha256, text_sha256, write_manifest
-from mcore_rl.rewards.grading import REWARD_VERSION
 from mcore_rl.run import Run
 
 _READ_BYTES = 1 << 24
@@ -26,10 +26,23 @@ def record_manifest(parts: Parts, run: Run, optimizer: str) -> None:
         chat_template_sha256=text_sha256(parts.task.renderer.text("What is 1+1?")),
         model_digest=weights_digest(parts.model_path),
         implementations={"optimizer": optimizer, **implementations(parts.trainer.chunks)},
-        reward_version=f"{REWARD_VERSION}/{run.extraction}",
-        extra={"engine": run.sampler().name},
+        reward_version=f"{run.reward_version} {run.extraction}",
+        extra={"engine": run.sampler().name, "data": parts.task.facts()},
     )
     write_manifest(run.folder, build_manifest(parts.config, facts, launch=launch))
+
+
+def require_band_of_model(parts: Parts) -> None:
+    """ValueError when the band this run trains on was probed with other starting weights than it starts from."""
+    config = parts.config.task
+    if not isinstance(parts.task, BandTask) or config.band_any_model:
+        return
+    probed, mine = parts.task.band.conditions.model_digest, weights_digest(parts.model_path)
+    if probed != mine:
+        raise ValueError(
+            f"task.band_file={config.band_file}: its pass rates are of a model with digest {probed}, this run starts from "
+            f"{mine}; probe this model, or set task.band_any_model=true"
+        )
 
 
 def implementations(chunks: Sequence[nn.Module]) -> dict[str, str]:

@@ -72,6 +72,8 @@ def close_run(run: Run, outcome: Outcome, *, exit_reason: str, completed: bool) 
     write_summary(run.folder, summary)
     write_json(run.folder.root / "evaluations.json", to_json({"before": outcome.before, "after": outcome.after}))
     run.sinks.close()
+    if run.audit is not None:
+        run.audit.close()
     if not completed:
         return
     write_report(run.folder)
@@ -98,6 +100,7 @@ def _places(run: Run) -> dict[str, str]:
         "manifest": str(folder.manifest),
         "metrics": str(folder.metrics),
         "rollouts": str(folder.rollouts),
+        "audit": str(folder.audit),
         "checkpoint": str(folder.checkpoint),
         "logs": str(folder.logs),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mcore_rl.auditing import auditor
 from mcore_rl.evaluate import EvalResult, EvalSpec, evaluate, paired_gain
 from mcore_rl.run import Run
 from mcore_rl.statistics import PairedGain
@@ -33,8 +34,10 @@ def evaluate_on_rank0(run: Run, *, split: str, count: int, temperature: float) -
         stop_token_ids=run.stop_token_ids,
         extraction=run.extraction,
         seed=_EVAL_SEED,
+        reward_version=run.reward_version,
     )
-    record = on_rank0(lambda: evaluate(run.task, run.sampler(), spec).to_json())
+    observe = auditor(run, f"{split}/{spec.decoding}")
+    record = on_rank0(lambda: evaluate(run.task, run.sampler(), spec, reward=run.reward, observe=observe).to_json())
     result = EvalResult.from_json(record)
     version = run.policy.weights().version
     if result.version != version:

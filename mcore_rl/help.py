@@ -6,6 +6,7 @@ from enum import Enum
 
 from omegaconf import OmegaConf
 
+from mcore_rl.cli_tools import TOOLS
 from mcore_rl.config.compose import config_groups
 from mcore_rl.config.keys import all_keys, describe, type_at
 from mcore_rl.config.schema import RunConfig
@@ -14,6 +15,7 @@ COMMANDS = {
     "train": "evaluate, warm up (when sft.steps > 0), train with RL, evaluate again, export, report",
     "sft": "the supervised warm-up alone, and its checkpoint",
     "eval": "the held-out evaluation of a model alone",
+    "probe": "how often the model is right on training prompts: buckets, a band file to train on, the launch rule",
     "report": "report.html and pictures from the files of a run",
 }
 _EXAMPLES = """\
@@ -23,6 +25,7 @@ Examples
   mcore-rl train model=hf model.path=/models/mine task=file task.train_file=train.jsonl task.eval_file=test.jsonl
   mcore-rl train experiment=quickstart rollout.placement=url rollout.url=[http://127.0.0.1:8000]
   torchrun --nproc-per-node 2 -m mcore_rl train experiment=quickstart
+  mcore-rl probe model=hf model.path=runs/warm/checkpoint name=probe data_gate.prompts=256
   mcore-rl report runs/quickstart
 """
 _FLAGS = """\
@@ -41,6 +44,8 @@ def help_text(command: str) -> str:
     else:
         head += "\nRL post-training on Megatron-Core and vLLM. Everything a run writes is in runs/<name>/.\n\nCommands\n"
         head += "".join(f"  {name:<8}  {text}\n" for name, text in COMMANDS.items())
+        head += "\nCheckpoint tools (mcore-rl convert --help)\n"
+        head += "".join(f"  {name:<8}  {text}\n" for name, text in TOOLS.items())
     if command == "report":
         return head + "\n  mcore-rl report runs/quickstart\n"
     return "\n".join([head, _groups(), _FLAGS, _EXAMPLES])

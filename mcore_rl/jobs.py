@@ -1,4 +1,4 @@
-"""What the commands do once the configuration is valid and this process is a rank: train, sft, eval."""
+"""What the commands do once the configuration is valid and this process is a rank: train, sft, eval, probe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from types import TracebackType
 from mcore_rl.algorithms.losses import policy_loss, sft_loss
 from mcore_rl.assemble import Parts, assembled, open_sinks
 from mcore_rl.config.schema import RunConfig
-from mcore_rl.facts import record_manifest
+from mcore_rl.data_probe import probe_pass_rates
+from mcore_rl.facts import record_manifest, require_band_of_model, weights_digest
 from mcore_rl.finish import Outcome, close_run, export
 from mcore_rl.held_out import look
 from mcore_rl.loop import train
@@ -21,6 +22,7 @@ from mcore_rl.sft import warm_up
 from mcore_rl.stages import sync
 from mcore_rl.summary import COMPLETED
 from mcore_rl.sync.session import WeightSync
+from mcore_rl.telemetry.audit_log import AuditLog
 
 
 def run_train(config: RunConfig) -> None:
@@ -57,6 +59,14 @@ def run_eval(config: RunConfig) -> None:
         outcome.before = look(run, "as it is")
 
 
+def run_probe(config: RunConfig) -> None:
+    """The pass-rate probe of the configured model on training prompts: buckets, band file, launch rule."""
+    with opened(config) as (parts, run, _):
+        sync(run)
+        announce(run, "pass-rate probe", config.data_gate.prompts)
+        probe_pass_rates(run, parts.task, weights_digest(parts.model_path))
+
+
 @contextmanager
 def opened(config: RunConfig) -> Iterator[tuple[Parts, Run, Outcome]]:
     """A run ready to train, whose summary and report are written on every way out."""
@@ -73,6 +83,7 @@ def opened(config: RunConfig) -> Iterator[tuple[Parts, Run, Outcome]]:
         stack.push(leave)
         if parts.engine is not None:
             record_manifest(parts, run, policy.optimizer_name)
+            require_band_of_model(parts)
         yield parts, run, outcome
 
 
@@ -96,10 +107,19 @@ def make_run(parts: Parts, policy: MegatronPolicy, progress: Progress | None) ->
         probe=probe,
         stop_token_ids=parts.stop_token_ids,
         extraction=parts.task.grader.mode,
+        reward_version=reward_version(parts),
         sinks=open_sinks(config, parts.folder, progress, is_rank0=parts.engine is not None),
         progress=progress,
         engine=parts.engine,
+        reward=parts.reward,
+        audit=AuditLog(parts.folder.audit) if parts.engine is not None else None,
     )
+
+
+def reward_version(parts: Parts) -> str:
+    """What an answer earns, by name: the grader's composition, and the reward function's file where there is one."""
+    built_in = parts.task.grader.reward_version
+    return built_in if parts.reward is None else f"{built_in}/{parts.reward.version}"
 
 
 def supervised(parts: Parts, run: Run, outcome: Outcome) -> None:

@@ -7,16 +7,20 @@ from dataclasses import dataclass, field
 from mcore_rl.clock import StageClock
 from mcore_rl.config.schema import RunConfig
 from mcore_rl.progress import Progress
+from mcore_rl.rewards.user_reward import UserReward
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.seams import Policy, RolloutEngine, Task
 from mcore_rl.sync.session import WeightSync
+from mcore_rl.telemetry.audit_log import AuditLog
 from mcore_rl.telemetry.fanout import FanOut
 from mcore_rl.types import TokenBatch
 
 
 @dataclass
 class Run:
-    """The parts of a run on one rank. `engine` exists on rank 0 only; `probe` are the sequences both engines score."""
+    """The parts of a run on one rank. `engine`, `reward` (a function of the user's) and `audit` exist on rank 0 only;
+    `probe` are the sequences both engines score.
+    """
 
     config: RunConfig
     folder: RunFolder
@@ -26,9 +30,12 @@ class Run:
     probe: TokenBatch
     stop_token_ids: tuple[int, ...]
     extraction: str
+    reward_version: str
     sinks: FanOut
     progress: Progress | None = None
     engine: RolloutEngine | None = None
+    reward: UserReward | None = None
+    audit: AuditLog | None = None
     clock: StageClock = field(default_factory=StageClock)
     log_rows: list[dict[str, float | list[float]]] = field(default_factory=list)
 

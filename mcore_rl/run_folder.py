@@ -46,6 +46,11 @@ class RunFolder:
         return self.root / "rollouts.jsonl"
 
     @property
+    def audit(self) -> Path:
+        """One row per judged completion: what it earned and why."""
+        return self.root / "audit.jsonl"
+
+    @property
     def summary(self) -> Path:
         """The run in a dozen numbers."""
         return self.root / "summary.json"

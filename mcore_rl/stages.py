@@ -6,8 +6,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from mcore_rl.auditing import audit_step
 from mcore_rl.batching import RolloutBatch, build_rollout_batch, split_updates, train_batch
 from mcore_rl.config.schema import RouterMode
+from mcore_rl.data_gate import early_kill_reason
+from mcore_rl.rewards.checks import score_completions
 from mcore_rl.run import Run
 from mcore_rl.step_metrics import StepOutcome, rollout_records, step_metrics
 from mcore_rl.types import (
@@ -16,6 +19,7 @@ from mcore_rl.types import (
     Prompt,
     SamplingParams,
     Score,
+    StopRun,
     SyncReport,
     TrainBatch,
     UpdateReport,
@@ -75,10 +79,9 @@ def roll_out(run: Run, prompts: Sequence[Prompt], step: int) -> list[Completion]
 
 
 def score(run: Run, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
-    """The task's verdict on every completion, the same on every rank."""
-    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    """The task's verdict on every completion, and the reward function's where there is one; the same on every rank."""
     with run.clock.stage("score"):
-        rows = on_rank0(lambda: [asdict(run.task.score(by_id[c.prompt_id], c)) for c in completions])
+        rows = on_rank0(lambda: [asdict(s) for s in score_completions(run.task, prompts, completions, run.reward)])
     return [Score(**row) for row in rows]
 
 
@@ -141,4 +144,9 @@ def record(run: Run, step: int, outcome: StepOutcome) -> None:
     metrics = step_metrics(outcome, run.clock.take_step())
     run.log_rows.append(metrics)
     run.sinks.log_step(step, metrics)
-    run.sinks.log_rollouts(step, rollout_records(outcome))
+    records = rollout_records(outcome)
+    run.sinks.log_rollouts(step, records)
+    audit_step(run, step, outcome, records)
+    reason = early_kill_reason(run.log_rows, run.config.data_gate)
+    if reason is not None:
+        raise StopRun(reason)

@@ -9,17 +9,22 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.algorithms.validate import validate_algorithm
+from mcore_rl.config.requirement import require
+from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.schema import Device, Impl, RunConfig
-from mcore_rl.config.validate_fields import require, validate_fields
+from mcore_rl.config.validate_fields import validate_fields
 from mcore_rl.config.validate_model import model_spec, model_tokenizer, validate_layout
+from mcore_rl.data.band_task import BandTask
 from mcore_rl.data.build import BuiltTask, build_task
+from mcore_rl.data_gate import gate_band
+from mcore_rl.rewards.user_reward import UserReward
 from mcore_rl.types import Prompt
 
 
 def validate(config: RunConfig, stage: str = "train", *, local_ranks: int | None = None) -> None:
     """Raise ValueError, one line with key, value and what would be right, for the first thing that cannot work.
 
-    stage: train, sft or eval. local_ranks: ranks this host will run (None: somebody else places them).
+    stage: train, sft, eval or probe. local_ranks: ranks this host will run (None: somebody else places them).
     """
     validate_fields(config)
     require(stage != "sft" or config.sft.steps > 0, f"sft.steps={config.sft.steps}", "mcore-rl sft needs at least 1 step")
@@ -29,7 +34,8 @@ def validate(config: RunConfig, stage: str = "train", *, local_ranks: int | None
     spec = model_spec(config.model)
     validate_layout(config, spec)
     tokenizer = model_tokenizer(config.model, spec)
-    validate_task(config, tokenizer)
+    validate_task(config, tokenizer, stage)
+    validate_reward_function(config.reward)
 
 
 def _device(config: RunConfig, local_ranks: int | None) -> None:
@@ -46,14 +52,29 @@ def _device(config: RunConfig, local_ranks: int | None) -> None:
         )
 
 
-def validate_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+def validate_reward_function(config: RewardConfig) -> None:
+    """Load reward.function in a process of its own and end it again. ValueError when it cannot be loaded."""
+    if config.function is not None:
+        UserReward(config).close()
+
+
+def validate_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, stage: str = "train") -> None:
     """Build the task as the run will and draw from it: files, patterns, difficulty, enough prompts, short enough."""
     rollout = config.rollout
     limit = rollout.max_model_len - rollout.max_tokens
     task = build_task(
-        config.task, tokenizer, seed=config.seed, template_kwargs=config.model.chat_template_kwargs, max_prompt_tokens=limit
+        config.task,
+        tokenizer,
+        seed=config.seed,
+        reward=config.reward,
+        template_kwargs=config.model.chat_template_kwargs,
+        max_prompt_tokens=limit,
     )
+    if stage == "train" and isinstance(task, BandTask):
+        gate_band(task.band, config.data_gate)
     prompts = task.prompts(0, 16) + task.eval_prompts("test", config.eval.prompts) + _gate_prompts(config, task)
+    if stage == "probe":
+        prompts += task.probe_prompts(0, config.data_gate.prompts)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     require(
         longest <= limit,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from urllib.parse import urlsplit
 
+from mcore_rl.config.requirement import at_least, positive, require
 from mcore_rl.config.schema import DType, EngineKind, OptimizerConfig, Placement, RouterMode, RunConfig
+from mcore_rl.config.validate_reward import validate_data_gate, validate_reward, validate_task_fields
 
 MAX_HELD_OUT_PROMPTS = 100_000
 WANDB_MODES = ("offline", "online", "disabled")
@@ -25,12 +26,9 @@ def validate_fields(config: RunConfig) -> None:
     _optimizer("sft.optimizer", config.sft.optimizer)
     _sft(config)
     _evaluation(config)
-
-
-def require(ok: bool, setting: str, why: str) -> None:
-    """ValueError `setting: why` unless ok."""
-    if not ok:
-        raise ValueError(f"{setting}: {why}")
+    validate_reward(config.reward)
+    validate_data_gate(config.data_gate)
+    validate_task_fields(config.task, config.reward)
 
 
 def _run(config: RunConfig) -> None:
@@ -47,14 +45,17 @@ def _run(config: RunConfig) -> None:
     require(config.seed >= 0, f"seed={config.seed}", "must not be negative")
     mode = config.telemetry.wandb
     require(mode in WANDB_MODES, f"telemetry.wandb={mode}", f"one of {', '.join(WANDB_MODES)}")
-    _at_least(0, [("telemetry.rollouts_logged", config.telemetry.rollouts_logged)])
+    telemetry = config.telemetry
+    at_least(
+        0, [("telemetry.rollouts_logged", telemetry.rollouts_logged), ("telemetry.audited_groups", telemetry.audited_groups)]
+    )
 
 
 def _train(config: RunConfig) -> None:
     train = config.train
     sizes = [("steps", train.steps), ("prompts_per_step", train.prompts_per_step)]
     sizes += [("samples_per_prompt", train.samples_per_prompt), ("updates_per_batch", train.updates_per_batch)]
-    _at_least(1, [(f"train.{name}", value) for name, value in sizes])
+    at_least(1, [(f"train.{name}", value) for name, value in sizes])
     require(
         train.prompts_per_step % train.updates_per_batch == 0,
         f"train.updates_per_batch={train.updates_per_batch}",
@@ -80,8 +81,8 @@ def _rollout(config: RunConfig) -> None:
         ("max_num_seqs", rollout.max_num_seqs),
     ]
     sizes += [("kv_cache_gib", rollout.kv_cache_gib), ("threads", rollout.threads)]
-    _at_least(1, [(f"rollout.{name}", value) for name, value in sizes])
-    _positive([("rollout.start_timeout_s", rollout.start_timeout_s), ("rollout.request_timeout_s", rollout.request_timeout_s)])
+    at_least(1, [(f"rollout.{name}", value) for name, value in sizes])
+    positive([("rollout.start_timeout_s", rollout.start_timeout_s), ("rollout.request_timeout_s", rollout.request_timeout_s)])
     share = rollout.gpu_memory_utilization
     require(0.0 < share <= 1.0, f"rollout.gpu_memory_utilization={share}", "a share in (0, 1] is needed")
     require(
@@ -112,9 +113,9 @@ def _sampling(config: RunConfig) -> None:
 
 def _sync(config: RunConfig) -> None:
     sync = config.sync
-    _at_least(1, [("sync.bucket_bytes", sync.bucket_bytes), ("sync.probe_sequences", sync.probe_sequences)])
-    _at_least(1, [("sync.readback_every", sync.readback_every)])
-    _positive([("sync.probe_max_nats", sync.probe_max_nats)])
+    at_least(1, [("sync.bucket_bytes", sync.bucket_bytes), ("sync.probe_sequences", sync.probe_sequences)])
+    at_least(1, [("sync.readback_every", sync.readback_every)])
+    positive([("sync.probe_max_nats", sync.probe_max_nats)])
     coarse = DType.bfloat16 in (config.rollout.dtype, config.model.dtype)
     require(
         not coarse or sync.probe_max_nats >= BF16_PROBE_FLOOR_NATS,
@@ -146,16 +147,16 @@ def _optimizer(key: str, optimizer: OptimizerConfig) -> None:
         require(0.0 <= beta < 1.0, f"{key}.{name}={beta}", "must lie in [0, 1)")
     share = optimizer.min_lr_ratio
     require(0.0 <= share <= 1.0, f"{key}.min_lr_ratio={share}", "a share of lr in [0, 1] is needed")
-    _positive([(f"{key}.eps", optimizer.eps), (f"{key}.clip_grad", optimizer.clip_grad)])
+    positive([(f"{key}.eps", optimizer.eps), (f"{key}.clip_grad", optimizer.clip_grad)])
     require(optimizer.weight_decay >= 0.0, f"{key}.weight_decay={optimizer.weight_decay}", "must not be negative")
-    _at_least(0, [(f"{key}.warmup_steps", optimizer.warmup_steps)])
+    at_least(0, [(f"{key}.warmup_steps", optimizer.warmup_steps)])
 
 
 def _sft(config: RunConfig) -> None:
     sft = config.sft
-    _at_least(0, [("sft.steps", sft.steps), ("sft.first_check_step", sft.first_check_step)])
+    at_least(0, [("sft.steps", sft.steps), ("sft.first_check_step", sft.first_check_step)])
     sizes = [("batch_size", sft.batch_size), ("check_every", sft.check_every), ("check_prompts", sft.check_prompts)]
-    _at_least(1, [(f"sft.{name}", value) for name, value in sizes])
+    at_least(1, [(f"sft.{name}", value) for name, value in sizes])
     require(
         0.0 <= sft.min_accuracy <= sft.max_accuracy <= 1.0,
         f"sft.min_accuracy={sft.min_accuracy}",
@@ -172,16 +173,6 @@ def _sft(config: RunConfig) -> None:
 
 def _evaluation(config: RunConfig) -> None:
     prompts, most = config.eval.prompts, MAX_HELD_OUT_PROMPTS
-    _at_least(1, [("eval.prompts", prompts)])
+    at_least(1, [("eval.prompts", prompts)])
     require(prompts <= most, f"eval.prompts={prompts}", f"at most {most:,}: every one is drawn before the run starts")
-    _at_least(100, [("eval.bootstrap_samples", config.eval.bootstrap_samples)])
-
-
-def _at_least(least: int, values: Iterable[tuple[str, int]]) -> None:
-    for key, value in values:
-        require(value >= least, f"{key}={value}", f"must be at least {least}")
-
-
-def _positive(values: Iterable[tuple[str, float]]) -> None:
-    for key, value in values:
-        require(math.isfinite(value) and value > 0.0, f"{key}={value}", "must be positive")
+    at_least(100, [("eval.bootstrap_samples", config.eval.bootstrap_samples)])

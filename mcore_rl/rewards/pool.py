@@ -38,6 +38,7 @@ class RewardPool:
         """spec: the function and its limits. workers: processes at the same time, at least 1."""
         self.spec = spec
         self.restarts = 0
+        self.source_sha256 = ""
         self._workers = workers
         self._processes: list[RewardProcess] = []
         weakref.finalize(self, _end_all, self._processes)
@@ -55,12 +56,16 @@ class RewardPool:
             self._drop_busy()
         return [replies[i] for i in range(len(arguments))]
 
-    def check(self) -> None:
-        """Start one process and wait until it is ready. RuntimeError saying why the function cannot be loaded."""
+    def check(self) -> str:
+        """Start one process and wait until it is ready; the SHA-256 of the file that defines the function.
+
+        RuntimeError saying why the function cannot be loaded.
+        """
         if not self._processes:
             self._processes.append(RewardProcess(self.spec))
         while not self._processes[0].ready:
             self._collect({})
+        return self.source_sha256
 
     def close(self) -> None:
         """End every process. Twice is fine; the next question starts new ones."""
@@ -106,7 +111,7 @@ class RewardPool:
             if "unavailable" in message:
                 self.close()
                 raise RuntimeError(f"{self.spec.target} cannot be loaded: {message['unavailable']}")
-            process.ready = True
+            process.ready, self.source_sha256 = True, str(message["ready"])
             return
         replies[process.asked] = _reply(message)
         process.asked = None

@@ -8,6 +8,7 @@ when the parent is gone. Nothing of torch is imported here: a restart takes as l
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from numbers import Real
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
@@ -56,6 +58,12 @@ def load_function(target: str) -> Callable[[Any], Any]:
     return cast(Callable[[Any], Any], function)
 
 
+def source_sha256(target: str) -> str:
+    """Digest of the function's module file: which code paid the rewards."""
+    source = import_module(target.partition(":")[0]).__file__
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
+
+
 def plain(value: object) -> Any:
     """The value as JSON builtins: any real number (NumPy's too) as int or float, mappings and lists at any depth.
 
@@ -93,8 +101,10 @@ def serve(target: str, limit_s: float, memory_bytes: int, warm_up: str | None) -
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     function: Callable[[Any], Any] | None = None
+    digest = ""
     with Caught() as start:
         function = load_function(target)
+        digest = source_sha256(target)
         if warm_up is not None:
             function(json.loads(warm_up))
     if function is None or start.error is not None:
@@ -102,7 +112,7 @@ def serve(target: str, limit_s: float, memory_bytes: int, warm_up: str | None) -
         replies.flush()
         return
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    replies.write(json.dumps({"ready": True}) + "\n")
+    replies.write(json.dumps({"ready": digest}) + "\n")
     replies.flush()
     for line in sys.stdin:
         replies.write(json.dumps(answer(function, json.loads(line), limit_s)) + "\n")

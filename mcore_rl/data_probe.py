@@ -1,0 +1,157 @@
+"""The pass-rate probe inside a run: training prompts x n samples from the engine, written down prompt by prompt.
+
+probe.jsonl   conditions, then one line per prompt, as soon as its samples are judged
+band.jsonl    the prompts in the band, for task.band_file
+probe.json    buckets, histogram, verdict of the launch rule
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.auditing import auditor
+from mcore_rl.data.band_file import Band, BandRow, Conditions, different_conditions, read_conditions, write_band
+from mcore_rl.data.band_task import rendering_sha256
+from mcore_rl.data.build import BuiltTask
+from mcore_rl.data_gate import GateSummary, PassRate, in_band, kill_reason, summarise_rates, table
+from mcore_rl.rewards.checks import score_completions
+from mcore_rl.run import Run
+from mcore_rl.run_folder import write_json
+from mcore_rl.telemetry.jsonl import dump_line, read_rows
+from mcore_rl.types import Completion, Prompt, SamplingParams, Score, StaleRollout, StopRun
+from parallel.collectives import on_rank0
+
+PROBE_FORMAT = 1
+
+
+def probe_pass_rates(run: Run, task: BuiltTask, model_digest: str) -> None:
+    """Probe, write the three files, show the table. Collective. StopRun when the launch rule kills.
+
+    model_digest: of the weights that the engine holds. Raises StaleRollout when it holds others.
+    """
+    version = run.policy.weights().version
+    verdict = on_rank0(lambda: _probe(run, task, model_digest, version))
+    if verdict is not None:
+        raise StopRun(f"data gate: the launch rule kills this run: {verdict}; see {run.folder.root / 'probe.json'}")
+
+
+def _probe(run: Run, task: BuiltTask, model_digest: str, version: int) -> str | None:
+    """The whole probe on rank 0; the launch rule's reason to kill, or None."""
+    config = run.config.data_gate
+    conditions = probe_conditions(run, task, model_digest)
+    rows = earlier_rows(config.append_to, conditions)[: config.prompts]
+    path = run.folder.root / "probe.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        file.write(dump_line({"format": PROBE_FORMAT, "conditions": asdict(conditions)}) + "\n")
+        file.writelines(dump_line(asdict(row)) + "\n" for row in rows)
+        for new in _sampled(run, task, len(rows), version):
+            rows += new
+            file.writelines(dump_line(asdict(row)) + "\n" for row in new)
+            file.flush()
+            if run.progress is not None:
+                run.progress.advance("pass-rate probe", len(rows), config.prompts)
+    summary = summarise_rates(rows, config)
+    verdict = kill_reason(probed=summary.prompts, mixed=summary.mixed, in_band=summary.in_band, config=config)
+    _write(run, conditions, rows, summary, verdict)
+    if run.progress is not None:
+        for line in table(summary, config, verdict):
+            run.progress.line(line)
+    return verdict
+
+
+def probe_conditions(run: Run, task: BuiltTask, model_digest: str) -> Conditions:
+    """What the pass rates of this probe depend on."""
+    rollout = run.config.rollout
+    return Conditions(
+        task=run.config.task.kind.value,
+        seed=run.config.seed,
+        extraction=task.grader.mode,
+        rendering_sha256=rendering_sha256(task.renderer),
+        model_digest=model_digest,
+        samples=run.config.data_gate.samples_per_prompt,
+        temperature=rollout.temperature,
+        max_tokens=rollout.max_tokens,
+    )
+
+
+def earlier_rows(path: str | None, conditions: Conditions) -> list[PassRate]:
+    """Rows of data_gate.append_to, [] where it is not set. A half-written last line is left out.
+
+    ValueError: no probe file, made under other conditions, or its prompts are not the first ones.
+    """
+    if path is None:
+        return []
+    if not Path(path).is_file():
+        raise ValueError(f"data_gate.append_to={path}: no such file")
+    lines = read_rows(Path(path))
+    if not lines or lines[0].get("format") != PROBE_FORMAT:
+        raise ValueError(f"data_gate.append_to={path}: not a probe file of format {PROBE_FORMAT}")
+    difference = different_conditions(read_conditions(lines[0]["conditions"]), conditions)
+    if difference is not None:
+        raise ValueError(f"data_gate.append_to={path}: made under other conditions: {difference}")
+    rows = [PassRate(**line) for line in lines[1:]]
+    if [row.prompt_id for row in rows] != [f"probe-p{i}" for i in range(len(rows))]:
+        raise ValueError(f"data_gate.append_to={path}: its prompts are not probe-p0, probe-p1, ... in order")
+    return rows
+
+
+def _sampled(run: Run, task: BuiltTask, first: int, version: int) -> Iterator[list[PassRate]]:
+    """Pass rates of the prompts from `first` on, a request at a time."""
+    config = run.config.data_gate
+    sampling = SamplingParams(
+        temperature=run.config.rollout.temperature,
+        max_tokens=run.config.rollout.max_tokens,
+        stop_token_ids=run.stop_token_ids,
+        top_p=run.config.rollout.top_p,
+        samples_per_prompt=config.samples_per_prompt,
+        seed=run.config.seed,
+    )
+    observe = auditor(run, "probe")
+    for start in range(first, config.prompts, config.prompts_per_request):
+        prompts = task.probe_prompts(start, min(config.prompts_per_request, config.prompts - start))
+        completions = run.sampler().generate(prompts, sampling)
+        stale = {c.version for c in completions} - {version}
+        if stale:
+            raise StaleRollout(f"probe samples were drawn with weights of version {sorted(stale)}, the policy is at {version}")
+        scores = score_completions(run.task, prompts, completions, run.reward)
+        if observe is not None:
+            observe(prompts, completions, scores)
+        yield pass_rates(prompts, completions, scores, samples=config.samples_per_prompt)
+
+
+def pass_rates(
+    prompts: Sequence[Prompt], completions: Sequence[Completion], scores: Sequence[Score], *, samples: int
+) -> list[PassRate]:
+    """One row per prompt, in order. ValueError when a prompt does not have its samples."""
+    groups: dict[str, list[Score]] = {prompt.prompt_id: [] for prompt in prompts}
+    for completion, score in zip(completions, scores, strict=True):
+        groups[completion.prompt_id].append(score)
+    short = Counter({name: len(found) for name, found in groups.items() if len(found) != samples})
+    if short:
+        raise ValueError(f"{len(short)} probed prompts do not have {samples} samples, first {next(iter(short.items()))}")
+    return [
+        PassRate(
+            prompt_id=prompt.prompt_id,
+            question=prompt.question,
+            answer=prompt.answer,
+            samples=samples,
+            correct=sum(score.correct for score in groups[prompt.prompt_id]),
+            extracted=sum(score.extracted is not None for score in groups[prompt.prompt_id]),
+            truncated=sum(score.truncated for score in groups[prompt.prompt_id]),
+            reward_failures=sum(score.failure is not None for score in groups[prompt.prompt_id]),
+        )
+        for prompt in prompts
+    ]
+
+
+def _write(run: Run, conditions: Conditions, rows: Sequence[PassRate], summary: GateSummary, verdict: str | None) -> None:
+    config, root = run.config.data_gate, run.folder.root
+    kept = [row for row in rows if in_band(row, low=config.band_low, high=config.band_high)]
+    found = tuple(BandRow(row.prompt_id, row.question, row.answer, row.samples, row.correct) for row in kept)
+    write_band(root / "band.jsonl", Band(conditions, config.band_low, config.band_high, len(rows), summary.mixed, found))
+    record: dict[str, Any] = {**summary.to_json(), "kill_reason": verdict, "conditions": asdict(conditions)}
+    write_json(root / "probe.json", {**record, "band": [config.band_low, config.band_high]})
