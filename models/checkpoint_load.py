@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch import nn
 
@@ -30,5 +31,8 @@ def load_megatron_checkpoint(chunks: Sequence[nn.Module], folder: Path) -> None:
 
 
 def save_megatron_checkpoint(chunks: Sequence[nn.Module], folder: Path) -> None:
-    """Write this model with Megatron's own saver. Collective; `folder` is made by the first rank."""
+    """Write this model with Megatron's own saver, which starts helper processes. Collective; the folder must be new."""
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
     dist_checkpointing.save(sharded_state(chunks), str(folder))

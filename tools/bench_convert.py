@@ -8,6 +8,7 @@ save_pretrained (at most 1.0x), the streaming converter each way against a plain
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -20,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "runs" / "bench_convert"
 SOURCE = FOLDER / "checkpoint"
 MARK = "BENCH "
-ROUNDS = 3
 NEEDED_BYTES = 14e9
 LARGEST_GROUP_BYTES = 32000 * 1024 * 2
 MEMORY_BYTES = 1e9 + LARGEST_GROUP_BYTES
@@ -79,10 +79,11 @@ def compare_files(folder: Path) -> None:
 
 def report(figures: dict[str, list[dict[str, float]]], load: float) -> bool:
     """Print and write the figures; True when all limits are kept."""
+    rounds = len(figures["copy"])
     seconds = {part: statistics.median(row["seconds"] for row in rows) for part, rows in figures.items()}
     peaks = {part: max(row["anonymous_peak_bytes"] for row in rows) for part, rows in figures.items()}
     rows = [(ours, other, limit, seconds[ours] / seconds[other]) for ours, other, limit in LIMITS]
-    print(f"\n1.035 B parameters, 2,523 tensors, 2.07 GB bf16; medians of {ROUNDS}, no fsync, one thread")
+    print(f"\n1.035 B parameters, 2,523 tensors, 2.07 GB bf16; medians of {rounds}, no fsync, one thread")
     if load > BUSY_LOAD:
         print(f"NOT VALID: the machine was busy before the start (load average {load:.1f}); run again when it is idle")
     for ours, other, limit, ratio in rows:
@@ -93,7 +94,7 @@ def report(figures: dict[str, list[dict[str, float]]], load: float) -> bool:
         print(f"{part:13s} {peaks[part] / 1e9:5.2f} GB anonymous of at most {MEMORY_BYTES / 1e9:.2f} GB{kept}")
     print(f"fsync of the converted checkpoint would add {seconds['fsync']:.2f} s")
     kept = all(ratio <= limit for *_, limit, ratio in rows) and max(peaks["convert"], peaks["convert_back"]) <= MEMORY_BYTES
-    conditions = {"rounds": ROUNDS, "load_average_before": load, "limits": LIMITS, "memory_limit_bytes": MEMORY_BYTES}
+    conditions = {"rounds": rounds, "load_average_before": load, "limits": LIMITS, "memory_limit_bytes": MEMORY_BYTES}
     result = {**conditions, "seconds_median": seconds, "anonymous_peak_bytes": peaks, "all": figures, "kept": kept}
     (FOLDER / "bench_convert.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     print(f"figures: {FOLDER / 'bench_convert.json'}")
@@ -102,6 +103,9 @@ def report(figures: dict[str, list[dict[str, float]]], load: float) -> bool:
 
 def main() -> None:
     """Command line."""
+    parser = argparse.ArgumentParser(description="Time checkpoint conversion.")
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
     load = os.getloadavg()[0]
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
@@ -111,8 +115,8 @@ def main() -> None:
     run("make", SOURCE, SOURCE)
     figures: dict[str, list[dict[str, float]]] = {}
     try:
-        for number in range(ROUNDS):
-            one_round(figures, last=number == ROUNDS - 1)
+        for number in range(rounds):
+            one_round(figures, last=number == rounds - 1)
         kept = report(figures, load)
     finally:
         for path in FOLDER.iterdir():

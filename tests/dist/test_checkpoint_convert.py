@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rank_children import may_start_processes
 from tiny_models import stored_tensors, write_tiny
 
 from models.build import BuildOptions, build_model
@@ -59,10 +60,8 @@ def canonical(groups, spec, chunks):
 def save_on_rank(groups, device, hf, megatron, dtype):
     spec, chunks = built(groups, hf, dtype)
     load_hf_weights(chunks, spec, groups, Path(hf))
-    if dist.get_rank() == 0:
-        Path(megatron).mkdir()
-    dist.barrier()
-    save_megatron_checkpoint(chunks, Path(megatron))
+    with may_start_processes():
+        save_megatron_checkpoint(chunks, Path(megatron))
 
 
 def described_on_rank(groups, device, hf):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from rank_children import may_start_processes
 from transformers import AutoTokenizer
 
 from mcore_rl.export_check import answer_greedily
@@ -40,10 +40,8 @@ def load_and_save_on_rank(groups, device, hf, source, target):
     spec = read_spec(Path(hf))
     chunks = build_model(spec, groups, BuildOptions(dtype=torch.float32))
     load_megatron_checkpoint(chunks, Path(source))
-    if dist.get_rank() == 0:
-        Path(target).mkdir()
-    dist.barrier()
-    save_megatron_checkpoint(chunks, Path(target))
+    with may_start_processes():
+        save_megatron_checkpoint(chunks, Path(target))
 
 
 def refusal_on_rank(groups, device, hf):
