@@ -15,6 +15,7 @@ import yaml
 from megatron.core.models.gpt import GPTModel
 
 from mcore_rl.config.compose import resolved_yaml
+from mcore_rl.config.layout import parallel_layout
 from mcore_rl.config.schema import RunConfig
 from mcore_rl.data.build import BuiltTask, build_task
 from mcore_rl.data.tokenizer import load_tokenizer, stop_token_ids
@@ -34,7 +35,6 @@ from models.spec import ModelSpec
 from models.weights import load_hf_weights
 from parallel.collectives import on_rank0
 from parallel.groups import ProcessGroups, destroy_groups, initialize_groups
-from parallel.layout import ParallelLayout
 from parallel.runtime import Runtime, start_runtime, stop_runtime
 
 
@@ -84,7 +84,7 @@ def assembled(config: RunConfig) -> Iterator[Parts]:
             template_kwargs=config.model.chat_template_kwargs,
             max_prompt_tokens=config.rollout.max_model_len - config.rollout.max_tokens,
         )
-        groups = initialize_groups(parallel_layout(config), config.seed)
+        groups = initialize_groups(parallel_layout(config.layout), config.seed)
         stack.callback(destroy_groups)
         trainer = build_trainer(config, model_path, runtime, groups)
         reward = UserReward(config.reward, folder.logs / "reward.log") if config.reward.function and engine else None
@@ -100,12 +100,6 @@ def prepare_model(config: RunConfig, folder: RunFolder) -> Path:
     if config.model.build is None:
         raise ValueError("model.path and model.build are both unset: name a Hugging Face folder or choose a model group")
     return build_tiny(folder.root / "model", config.model.build, config.seed)
-
-
-def parallel_layout(config: RunConfig) -> ParallelLayout:
-    """The layout section as the trainer's layout (ValueError for what does not divide)."""
-    c = config.layout
-    return ParallelLayout(world=c.world, tp=c.tp, pp=c.pp, vpp=c.vpp, ep=c.ep, etp=c.etp, cp=c.cp, sp=c.sp)
 
 
 def build_trainer(config: RunConfig, model_path: Path, runtime: Runtime, groups: ProcessGroups) -> Trainer:

@@ -60,7 +60,10 @@ class ModelConfig:
 
 @dataclass
 class LayoutConfig:
-    """Parallel sizes of the trainer. world = dp x tp x pp x cp; ep and etp divide what the experts are spread over."""
+    """Parallel sizes of the trainer. world = dp x tp x pp x cp; ep and etp divide what the experts are spread over.
+
+    first_stage_layers, last_stage_layers: layers of the first and last pipeline rank, where they are not the even share.
+    """
 
     world: int = 1
     tp: int = 1
@@ -70,6 +73,8 @@ class LayoutConfig:
     etp: int = 1
     cp: int = 1
     sp: bool = False
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
     tokens_per_micro_batch: int = 4096
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from mcore_rl.config.schema import Impl, ModelConfig, RouterMode, RunConfig
+from mcore_rl.config.layout import check_token_budget, parallel_layout
+from mcore_rl.config.schema import ModelConfig, RouterMode, RunConfig
 from mcore_rl.config.validate_fields import require
 from mcore_rl.data.tokenizer import build_tokenizer, load_tokenizer
 from models.registry import read_spec, spec_from_config
 from models.spec import ModelSpec
-from parallel.layout import ParallelLayout
 
 
 def model_spec(model: ModelConfig) -> ModelSpec:
@@ -41,14 +41,8 @@ def model_tokenizer(model: ModelConfig, spec: ModelSpec) -> PreTrainedTokenizerF
 
 def validate_layout(config: RunConfig, spec: ModelSpec) -> None:
     """Every divisibility error of layout and model, and options that this model or device cannot have."""
-    layout = config.layout
-    sizes = ParallelLayout(
-        world=layout.world, tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep, etp=layout.etp, cp=layout.cp, sp=layout.sp
-    )
-    sizes.validate(spec.dims())
-    require(
-        layout.cp == 1 or config.model.impl is not Impl.local, f"layout.cp={layout.cp}", "needs TransformerEngine (model.impl=te)"
-    )
+    parallel_layout(config.layout).validate(spec.dims())
+    check_token_budget(config.layout, config.rollout.max_model_len)
     if spec.moe is None:
         mode = config.router.mode
         require(mode is RouterMode.plain, f"router.mode={mode.name}", f"{spec.architecture} has no router; use router=plain")
