@@ -102,9 +102,10 @@ class DecoderTensors:
 
 def open_decoder(folder: Path, reference: Path) -> DecoderTensors:
     """The decoder of the checkpoint `folder`, whose config.json is in `reference`. ValueError naming what does not fit."""
+    reader = MegatronReader(folder)
     if not reference.is_dir():
         raise ValueError(f"{reference} does not exist: this checkpoint needs a reference folder with its config.json")
-    return DecoderTensors(MegatronReader(folder), read_spec(reference))
+    return DecoderTensors(reader, read_spec(reference))
 
 
 class CheckpointSource:
