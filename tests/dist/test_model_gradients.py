@@ -5,6 +5,8 @@ The loss is GSPO on packed rows of uneven sequences, different ones on each data
 
 import policy_ranks
 import pytest
+import torch
+from model_ranks import loaded
 from policy_cases import rollouts, with_old
 from policy_reference import reference_gradients, reference_logprobs, reference_loss
 from tiny_models import VOCAB, router_logits, write_tiny
@@ -65,3 +67,25 @@ def test_layouts_agree_with_one_rank(ranks, cases, family, layout):
     for got in ranks.run(policy_ranks.one_update, layout, folder, batch, SGD):
         policy_ranks.assert_same_gradients(got, one)
         policy_ranks.assert_same_updates(got, one)
+
+
+def bfloat16_update_on_rank(groups, device, folder, batch):
+    """Loss of one update of a bf16 model, and every decay rate before and after."""
+    _, chunks = loaded(groups, folder, dtype=torch.bfloat16)
+    policy = policy_ranks.make_policy(groups, folder, chunks=chunks)
+    before = policy_ranks.full_tensors(policy.weights())
+    loss = policy.update(batch).loss
+    after = policy_ranks.full_tensors(policy.weights())
+    return loss, {name: (before[name], after[name]) for name in after if name.endswith(("A_log", "dt_bias"))}
+
+
+@pytest.mark.parametrize("layout", [TP2_SP, EP2], ids=str)
+def test_decay_rates_of_a_bfloat16_model_learn_in_float32(ranks, cases, layout):
+    """Adam's first step is the learning rate, 1e-3: less than half a step of bf16 at most of these values."""
+    folder, _, batch, one = cases["qwen3_next"]
+    for loss, rates in ranks.run(bfloat16_update_on_rank, layout, folder, batch):
+        assert abs(loss - one["loss"]) <= 0.05 * abs(one["loss"])
+        assert len(rates) == 2 * 3
+        for before, after in rates.values():
+            assert before.dtype is after.dtype is torch.float32
+            torch.testing.assert_close((after - before).abs(), torch.full_like(before, 1e-3), rtol=0.02, atol=1e-6)
