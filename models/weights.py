@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby
 from pathlib import Path
 
@@ -149,16 +149,14 @@ class ModelWeights:
 def export_checkpoint(weights: ModelWeights, spec: ModelSpec, *, source: Path, target: Path) -> None:
     """Write the model as a Hugging Face folder, laid out as `source` is, whose carried tensors are copied bit by bit.
 
-    Collective; rank 0 writes. ValueError when the source stores some of the decoder's experts fused and some not.
+    Collective; rank 0 writes. Each layer's experts are written as the source stores them, fused or one by one.
     """
     if dist.get_rank() != 0:
         for _ in weights:
             pass
         return
     reader = CheckpointReader(source)
-    tensors: Iterator[tuple[str, Tensor]] = iter(weights)
-    if spec.moe is not None and _stores_fused(reader, spec):
-        tensors = fuse_experts(tensors, spec.moe.num_experts)
+    tensors = iter(weights) if spec.moe is None else _as_stored(weights, reader, spec.moe.num_experts)
     carried = sorted(carried_names(spec.architecture, reader.stored_names()))
     everything = chain(tensors, ((name, reader.read_stored(name)) for name in carried))
     write_checkpoint(target, everything, source=source, metas=_stored_metas(weights, reader, carried))
@@ -176,9 +174,10 @@ def _stored_metas(weights: ModelWeights, reader: CheckpointReader, carried: Sequ
     return list(metas.values())
 
 
-def _stores_fused(reader: CheckpointReader, spec: ModelSpec) -> bool:
-    names = [t.name for rule in weight_map(spec) if rule.expert is not None for t in rule.tensors]
-    styles = {reader.is_fused(name) for name in names}
-    if len(styles) > 1:
-        raise ValueError(f"{reader.folder} stores some of the decoder's experts in 3-D tensors and some one by one")
-    return True in styles
+def _as_stored(tensors: Iterable[tuple[str, Tensor]], reader: CheckpointReader, num_experts: int) -> Iterator[tuple[str, Tensor]]:
+    """A layer's experts follow each other: those that the source stores fused are fused."""
+    for fused, group in groupby(tensors, key=lambda named: reader.is_fused(named[0])):
+        if fused:
+            yield from fuse_experts(group, num_experts)
+        else:
+            yield from group

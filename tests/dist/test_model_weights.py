@@ -189,23 +189,32 @@ def test_router_stored_in_float32_beside_bfloat16_stays_exact(ranks, tmp_path):
     assert_bit_equal(stored_tensors(target), tensors)
 
 
-def fuse(folder):
-    """Rewrite the checkpoint with transformers 5's fused experts."""
+def fuse(folder, text, layers):
+    """Rewrite the checkpoint with transformers 5's fused experts in some layers."""
     tensors = load_file(folder / "model.safetensors")
-    for layer in range(4):
-        prefix = f"model.layers.{layer}.mlp.experts"
+    for layer in layers:
+        prefix = f"{text}layers.{layer}.mlp.experts"
         parts = {p: [tensors.pop(f"{prefix}.{e}.{p}.weight") for e in range(6)] for p in ("gate_proj", "up_proj", "down_proj")}
         gate_up = [torch.cat(pair) for pair in zip(parts["gate_proj"], parts["up_proj"], strict=True)]
         tensors[f"{prefix}.gate_up_proj"], tensors[f"{prefix}.down_proj"] = torch.stack(gate_up), torch.stack(parts["down_proj"])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_fused_experts_come_back_fused(ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "text", "layers"),
+    [
+        ("qwen3_moe", "model.", range(4)),
+        ("qwen3_moe_mixed", "model.", (0, 3)),
+        ("qwen3_5_moe_vision", "model.language_model.", range(4)),
+    ],
+)
+def test_fused_experts_come_back_fused(ranks, tmp_path, family, text, layers):
+    """Layer by layer as the source has them: all, or some beside others that are not fused."""
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
-    write_tiny(source, "qwen3_moe")
-    fuse(source)
-    assert any(name.endswith("gate_up_proj") for name in stored_tensors(source))
+    write_tiny(source, family)
+    fuse(source, text, layers)
+    assert sum(name.endswith("gate_up_proj") for name in stored_tensors(source)) == len(layers)
     ranks.run(export_on_rank, ParallelLayout(world=2, ep=2), str(source), str(target))
     assert_bit_equal(stored_tensors(target), stored_tensors(source))
 
