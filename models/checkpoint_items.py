@@ -20,6 +20,7 @@ from torch import Tensor
 
 from models.hf_file import raw_bytes
 
+BROKEN_PICKLE = torch.serialization.pickle.UnpicklingError  # pyright: ignore[reportPrivateImportUsage]
 _MARK = 0xA5
 _SMALLEST_FRAMED_BYTES = 64
 _FRAMED_BYTES = 32 * 1024**2  # larger tensors are few: torch.save itself, without holding a second copy for the frame
@@ -97,7 +98,7 @@ class ItemFile:
         try:
             with memoryview(self._map) as view, io.BytesIO(view[offset : offset + length]) as stream:
                 tensor = torch.load(stream, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, ValueError, torch.serialization.pickle.UnpicklingError) as error:
+        except (RuntimeError, EOFError, ValueError, BROKEN_PICKLE) as error:
             raise ValueError(f"{self.path}: bytes {offset} to {offset + length} are not a tensor") from error
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
             found = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__

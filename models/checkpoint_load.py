@@ -20,7 +20,7 @@ def sharded_state(chunks: Sequence[nn.Module]) -> dict[str, Any]:
 
 def load_megatron_checkpoint(chunks: Sequence[nn.Module], folder: Path) -> None:
     """Fill this rank's parameters. Collective. RuntimeError naming a parameter that the checkpoint did not fill."""
-    state = dist_checkpointing.load(sharded_state(chunks), str(folder))
+    state: Any = dist_checkpointing.load(sharded_state(chunks), str(folder))
     for number, chunk in enumerate(chunks):
         model = unwrapped(chunk)
         loaded = state[f"model{number}"]

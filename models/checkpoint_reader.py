@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from models.checkpoint_items import ItemFile
+from models.checkpoint_items import BROKEN_PICKLE, ItemFile
 from models.checkpoint_layout import Section
 from models.hf_io import some
 
 MARKER = "metadata.json"
 BACKEND = "torch_dist"
 _NUMBERED_LAYER = re.compile(r"^decoder\.layers\.\d+\.")
-NOT_WEIGHTS = ("optimizer.", "rng_state", "common_state", "rerun_state_machine_state")
+NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "common_state", "rerun_state_machine_state")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class MegatronReader:
             raise ValueError(f"{path} is missing")
         try:
             return FileSystemReader(self.folder).read_metadata()
-        except (EOFError, ValueError, KeyError, IndexError, torch.serialization.pickle.UnpicklingError) as error:
+        except (EOFError, ValueError, KeyError, IndexError, BROKEN_PICKLE) as error:
             raise ValueError(f"{path} cannot be read: {error!r}") from error
 
     def _index(self, metadata: Metadata) -> dict[str, StoredTensor]:

@@ -62,6 +62,17 @@ def without_mtp(config: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
+def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The configuration of the same model stored in `dtype` (as torch spells it); the same object when it says so already."""
+    told = [(part, key) for part in _parts(config) for key in ("dtype", "torch_dtype") if part.get(key) not in (None, dtype)]
+    if not told:
+        return config
+    changed: dict[str, Any] = json.loads(json.dumps(config))
+    for part in _parts(changed):
+        part.update({key: dtype for key in ("dtype", "torch_dtype") if part.get(key) is not None})
+    return changed
+
+
 def carried_tensors(reader: CheckpointReader, spec: ModelSpec, mtp: str) -> Carried:
     """What to copy beside the decoder, for mtp = keep or drop. ValueError naming a tensor of a half MTP block."""
     if mtp not in ("keep", "drop"):

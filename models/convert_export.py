@@ -7,7 +7,7 @@ and the layout of the files come from the checkpoint's own `hugging_face/` folde
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from models.checkpoint_layout import Section, sections_of
 from models.checkpoint_reader import MARKER, MegatronReader, check_stored
-from models.convert_carried import TIED_HEAD, read_config
+from models.convert_carried import TIED_HEAD, read_config, with_dtype
 from models.convert_megatron import CARRIED_FILE, COMPANIONS, LAYOUT_FILE
 from models.convert_staging import Report, Staging, Step, check_free_space, silent
 from models.convert_text_only import text_only_config, text_only_plans
-from models.hf_file import DTYPE_NAMES, SafetensorsFile
+from models.hf_file import DTYPE_NAMES, DTYPES, SafetensorsFile
 from models.hf_io import INDEX, SINGLE, CheckpointReader, expert_parts, is_finite
 from models.hf_write import FilePlan, ShardFile, Slot, copy_companions, index_text, plan_of, plan_shards
 from models.mapping import FuseGateUp, VocabRows
@@ -135,7 +135,8 @@ class CheckpointSource:
         else:
             plans = plan_shards(self.tensors.slot(t.name) for rule in self.tensors.rules for t in rule.tensors)
         ours = tuple(replace(plan, slots=tuple(self._as_stored(slot) for slot in plan.slots)) for plan in plans)
-        return ours, index if ours == plans else index_text(ours)
+        self.dtypes_differ = ours != plans
+        return ours, index_text(ours) if self.dtypes_differ else index
 
     def _as_stored(self, slot: Slot) -> Slot:
         """The slot in the dtype that the checkpoint holds."""
@@ -188,12 +189,23 @@ def megatron_to_hf(source: Path, target: Path, options: ExportOptions, report: R
         _write_files(made, plans, renamed, staging, report)
         copy_companions(made.reference, staging.folder)
         (staging.folder / LAYOUT_FILE).unlink(missing_ok=True)
-        if options.text_only:
-            config = json.dumps(text_only_config(read_config(made.reference), made.spec), indent=2)
-            (staging.folder / "config.json").write_text(config + "\n", encoding="utf-8")
+        _write_config(made, staging.folder, text_only=options.text_only)
         if index is not None:
             (staging.folder / INDEX).write_text(index, encoding="utf-8")
         staging.complete()
+
+
+def _write_config(made: CheckpointSource, folder: Path, *, text_only: bool) -> None:
+    """Nothing to do when the reference's own says how the tensors are stored."""
+    own = read_config(made.reference)
+    config = own
+    if made.dtypes_differ:
+        common = Counter(made.tensors.slot(name).dtype for name in made.tensors.names).most_common(1)[0][0]
+        config = with_dtype(own, str(DTYPES[common]).removeprefix("torch."))
+    if text_only:
+        config = text_only_config(config, made.spec)
+    if config is not own:
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_complete(made: CheckpointSource) -> None:

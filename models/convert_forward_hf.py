@@ -68,7 +68,8 @@ class _Parts:
 
 def _meta_model(folder: Path) -> Any:
     """transformers' decoder on the meta device, its rotary frequencies (which no file holds) real."""
-    sys.modules.setdefault("fla", None)  # type: ignore[arg-type]  # its kernels need a GPU; transformers falls back to torch
+    absent: dict[str, Any] = {"fla": None}  # its kernels need a GPU; without it transformers takes its torch code
+    sys.modules.update({name: module for name, module in absent.items() if name not in sys.modules})
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
     config = AutoConfig.from_pretrained(folder).get_text_config()

@@ -140,4 +140,4 @@ def header_bytes(rows: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dic
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The tensor's bytes, without a copy when it is contiguous and on the CPU."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data

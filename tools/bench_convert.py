@@ -35,7 +35,8 @@ LIMITS = (
 
 
 def run(part: str, source: Path, target: Path) -> dict[str, float]:
-    """One measurement in its own process. SystemExit with its last words when it fails."""
+    """One measurement in its own process, with nothing left to write by the ones before. SystemExit when it fails."""
+    os.sync()
     script = ROOT / "tools" / "bench_convert_case.py"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), part, str(source), str(target)]

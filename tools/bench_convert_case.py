@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -57,7 +58,9 @@ def anonymous_bytes() -> int:
 
 def make_checkpoint(folder: Path) -> None:
     """The random 1.035 B-parameter Qwen3-MoE, a file per layer."""
+    options: dict[str, Any] = {"head_dim": HEAD_DIM}  # read, but not declared, by the class
     config = Qwen3MoeConfig(
+        **options,
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
         intermediate_size=2048,
@@ -65,7 +68,6 @@ def make_checkpoint(folder: Path) -> None:
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
         num_experts=EXPERTS,
         num_experts_per_tok=4,
         norm_topk_prob=True,
@@ -147,12 +149,12 @@ def megatron(source: Path, target: Path | None) -> dict[str, float]:
 
 def transformers(source: Path, target: Path | None) -> dict[str, float]:
     """transformers: from_pretrained, or (with a target) save_pretrained."""
-    held: list[torch.nn.Module] = []
+    held: list[Any] = []
     loaded = timed(lambda: held.append(AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)))
     if target is None:
         return loaded
     model = held[0]
-    return timed(lambda: model.save_pretrained(target))  # type: ignore[operator]
+    return timed(lambda: model.save_pretrained(target))
 
 
 def sync_folder(folder: Path) -> dict[str, float]:

@@ -61,6 +61,19 @@ def test_fused_experts_come_back_fused(tmp_path, family, tp):
     assert_same_files(hf, there_and_back(tmp_path, hf, ImportOptions(tp=tp, etp=tp, fsync=False)))
 
 
+def test_other_dtypes_than_the_references_are_told_in_the_configuration(tmp_path):
+    """A model that was trained in fp32 from a bf16 reference: nothing is rounded, and config.json says float32."""
+    config = CONFIGS["qwen3_moe"] | {"dtype": "bfloat16"}
+    reference = write(tmp_path / "reference", config, tensors_of(config, torch.bfloat16), shards=2)
+    trained = write(tmp_path / "hf", config, tensors_of(config))
+    hf_to_megatron(trained, tmp_path / "megatron", QUICK)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", ExportOptions(reference=reference, fsync=False))
+    reader = CheckpointReader(tmp_path / "back")
+    assert sorted(file.path.name for file in reader.files) == sorted(path.name for path in reference.glob("*.safetensors"))
+    assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors_of(config).items())
+    assert json.loads((tmp_path / "back" / "config.json").read_text(encoding="utf-8")) == config | {"dtype": "float32"}
+
+
 def test_experts_lie_where_megatron_looks_for_them(tmp_path):
     """gate in the first half of the rows, up in the second, layer and expert as leading axes (hidden 12, ffn 6)."""
     tensors = tensors_of(CONFIGS["qwen3_moe"])
