@@ -49,7 +49,7 @@ bench: env  ## time a GSPO step against TRL's, and checkpoint conversion against
 soak: env  ## long runs (none yet)
 	@$(BIN)/python tools/run_tests.py soak
 
-parity: env  ## logits and exports against transformers, one update across parallel layouts
+parity: env  ## table of families x layouts: logits, log-probs, gradients; packed and padded
 	@$(BIN)/python tools/run_tests.py parity
 
 chaos: env  ## engines killed in generation and in a sync, slow starts, orphans

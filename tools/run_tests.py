@@ -25,11 +25,10 @@ TESTS = {
     "unit": ("tests/unit",),
     "dist": ("tests/dist",),
     "engine": ("tests/engine",),
-    "parity": ("tests/dist/test_model_parity.py", "tests/dist/test_policy_layouts.py"),
     "chaos": ("tests/engine/test_when_engines_die.py",),
     "soak": ("tests/soak",),
 }
-SCRIPTS = {"bench": "tools/bench.py", "bench_convert": "tools/bench_convert.py"}
+SCRIPTS = {"parity": "tools/parity.py", "bench": "tools/bench.py", "bench_convert": "tools/bench_convert.py"}
 WIDTH = 78
 
 
