@@ -21,6 +21,8 @@ NEEDS_MEGATRON = {
     "models.build",
     "models.checkpoint_load",
     "models.convert_forward",
+    "models.delta_net_state",
+    "models.gated_delta_net",
     "models.layer_spec",
     "models.meta",
     "models.parameters",
