@@ -68,8 +68,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def compare_tensors(megatron: Path, hf: Path, report: Report = silent) -> Comparison:
-    """Every tensor of the Hugging Face folder against the checkpoint, carried ones too. ValueError when one side lacks one."""
-    source = CheckpointSource(megatron, ExportOptions())
+    """Every tensor of the Hugging Face folder against the checkpoint, carried ones too. ValueError when one side lacks one.
+
+    A checkpoint without a hugging_face/ folder of its own, as Megatron saves them, takes its layout from `hf`.
+    """
+    source = CheckpointSource(megatron, ExportOptions(reference=None if (megatron / COMPANIONS).is_dir() else hf))
     reader = CheckpointReader(hf)
     planned = {slot.name for plan in source.plans for slot in plan.slots}
     for name in sorted(reader.stored_names() ^ planned):

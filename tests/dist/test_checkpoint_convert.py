@@ -15,6 +15,7 @@ from models.checkpoint_load import load_megatron_checkpoint, save_megatron_check
 from models.convert_export import ExportOptions, megatron_to_hf
 from models.convert_import import hf_to_megatron
 from models.convert_megatron import ImportOptions
+from models.convert_verify import compare_tensors
 from models.parameters import canonical_parameters
 from models.registry import read_spec, weight_map
 from models.weights import load_hf_weights
@@ -124,6 +125,7 @@ def test_what_megatron_saves_converts_to_the_original_bits(ranks, tmp_path, fami
     hf = make(tmp_path, family, torch.float32)
     ranks.run(save_on_rank, layout, str(hf), str(tmp_path / "megatron"), torch.float32)
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", ExportOptions(reference=hf, fsync=False))
+    assert compare_tensors(tmp_path / "megatron", hf).different == ()
     back, want = stored_tensors(tmp_path / "back"), stored_tensors(hf)
     assert back.keys() == want.keys()
     assert all(torch.equal(back[name], tensor) and back[name].dtype is tensor.dtype for name, tensor in want.items())
