@@ -43,6 +43,14 @@ def odd(sample):
     }[sample["text"]]
 
 
+def parity(sample):
+    """A verdict of its own that an untrained model meets half of the time; every seventh length hangs."""
+    if sample["n_tokens"] % 7 == 0:
+        time.sleep(3600)
+    even = sum(map(ord, sample["text"])) % 2 == 0
+    return {"reward": float(even), "correct": even}
+
+
 def chatty(sample):
     """Prints where replies go."""
     print("hello")
