@@ -119,7 +119,8 @@ class PolicyRouter(TopKRouter):
         load = load / load.sum().clamp_min(1.0)
         probability = logits[mask].float().softmax(-1).sum(0) / running.batch_tokens
         has_experts: Any = self.config.moe_layer_freq
-        return self.control.aux_loss_coef * logits.shape[-1] / sum(has_experts) * (load * probability).sum()
+        layers = sum(has_experts) if isinstance(has_experts, list) else self.config.num_layers
+        return self.control.aux_loss_coef * logits.shape[-1] / layers * (load * probability).sum()
 
     def take(self, pass_name: str) -> Tensor | None:
         """The sums of one pass since they were last taken, None when it did not run; see routing_row."""
