@@ -192,6 +192,27 @@ def test_suffix_system_prompt_and_template_arguments():
     assert decode(prompt.token_ids) == turns
 
 
+THINKING = (
+    "<|endoftext|>{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking "
+    "is false %}0{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("kwargs", "tail"), [({}, ""), ({"enable_thinking": True}, ""), ({"enable_thinking": False}, "0")])
+def test_every_prompt_is_rendered_the_same_way_with_one_start_token(kwargs, tail):
+    """A template that writes its own start token, and a switch: training, evaluation, demonstrations and probe agree."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = THINKING
+    made = build_task(TaskConfig(), tokenizer, seed=0, template_kwargs=kwargs)
+    prompts = made.prompts(0, 2) + made.eval_prompts("test", 2) + made.probe_prompts(0, 2)
+    prompts += [prompt for prompt, _ in made.demonstrations(0, 2)]
+    for prompt in prompts:
+        text = f"<|endoftext|><|im_start|>user\n{prompt.question}<|im_end|>\n<|im_start|>assistant\n{tail}"
+        assert decode(prompt.token_ids) == text
+        assert prompt.token_ids.count(tokenizer.pad_token_id) == 1  # <|endoftext|>, id 0, once
+
+
 def rows(count, start=0):
     return [
         {"question": f"What is {i} + 1?", "answer": f"{i}+1=<<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"}
