@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_rl.algorithms.advantages import Advantages, compute_advantages, group_indices
 from mcore_rl.algorithms.aggregate import token_weights
 from mcore_rl.config.schema import Aggregation, AlgorithmConfig
+from mcore_rl.selecting import usable_samples
 from mcore_rl.types import Completion, Prompt, Score, StaleRollout, TokenBatch, TokenValues, TrainBatch
 
 
@@ -23,13 +24,14 @@ from mcore_rl.types import Completion, Prompt, Score, StaleRollout, TokenBatch, 
 class RolloutBatch:
     """A rollout batch as sequences, in the order of the completions.
 
-    sampler_logprobs: B fp32 [T_b] as the engine recorded them, 0 on the prompt.
+    sampler_logprobs: B fp32 [T_b] as the engine recorded them, 0 on the prompt. facts: what selection did, as logged.
     """
 
     tokens: TokenBatch
     prompt_ids: tuple[str, ...]
     sampler_logprobs: tuple[Tensor, ...]
     advantages: Advantages
+    facts: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 def sample_id(completion: Completion) -> str:
@@ -48,8 +50,8 @@ def build_rollout_batch(
 ) -> RolloutBatch:
     """Check what came back against what was sent, then lay it out for training.
 
-    A sample whose reward failed keeps its place with no trained token and advantage 0; its group's baseline is that of
-    the others alone.
+    A sample whose reward failed, or that is filtered as overlong, keeps its place with no trained token and advantage 0;
+    its group's baseline is that of the others alone.
 
     StaleRollout: sampled with weights of another version. ValueError names the sample that is malformed, lost or doubled.
     """
@@ -58,9 +60,10 @@ def build_rollout_batch(
         raise ValueError(f"{len(completions)} completions but {len(scores)} scores")
     names = [sample_id(c) for c in completions]
     tokens = response_batch([c.prompt_token_ids for c in completions], [c.token_ids for c in completions], names)
-    tokens = without_failed(tokens, scores)
+    usable = usable_samples(scores, algorithm.selection)
+    tokens = only_usable(tokens, usable)
     prompt_ids = tuple(c.prompt_id for c in completions)
-    kept = scored_positions(scores)
+    kept = [i for i in scored_positions(scores) if usable[i]]
     found = compute_advantages(
         [scores[i].reward for i in kept],
         [prompt_ids[i] for i in kept],
@@ -83,11 +86,10 @@ def scored_positions(scores: Sequence[Score]) -> list[int]:
     return kept
 
 
-def without_failed(tokens: TokenBatch, scores: Sequence[Score]) -> TokenBatch:
-    """The same sequences, those whose reward failed without a trained token."""
-    pairs = zip(tokens.loss_mask, scores, strict=True)
-    masks = tuple(mask if score.failure is None else torch.zeros_like(mask) for mask, score in pairs)
-    return TokenBatch(tokens.token_ids, masks, tokens.sample_ids)
+def only_usable(tokens: TokenBatch, usable: Sequence[bool]) -> TokenBatch:
+    """The same sequences, the unusable ones without a trained token."""
+    pairs = zip(tokens.loss_mask, usable, strict=True)
+    return replace(tokens, loss_mask=tuple(mask if ok else torch.zeros_like(mask) for mask, ok in pairs))
 
 
 def response_batch(
@@ -146,12 +148,14 @@ def _check_one(sent: Mapping[str, Prompt], completion: Completion, version: int)
         raise ValueError(f"sample {name}: a sampler log-prob is not finite")
 
 
-def split_updates(prompt_ids: Sequence[str], updates: int, *, seed: int, step: int) -> list[list[int]]:
+def split_updates(
+    prompt_ids: Sequence[str], updates: int, *, seed: int, step: int, keep: Collection[str] | None = None
+) -> list[list[int]]:
     """Positions of the samples of each optimizer update: whole groups, drawn by (seed, step) and the prompt ids alone.
 
-    ValueError when there are fewer groups than updates or they do not divide evenly.
+    keep: the groups to deal out, None for all. ValueError when there are fewer than updates or they do not divide evenly.
     """
-    groups = group_indices(prompt_ids)
+    groups = {name: index for name, index in group_indices(prompt_ids).items() if keep is None or name in keep}
     if updates < 1 or len(groups) % updates:
         raise ValueError(f"train.updates_per_batch={updates} does not divide the {len(groups)} groups of a rollout batch evenly")
     names = sorted(groups)

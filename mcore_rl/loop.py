@@ -7,7 +7,7 @@ Synchronous and on-policy at the first update of every batch. Deliberately absen
 from __future__ import annotations
 
 from mcore_rl.run import Run
-from mcore_rl.stages import advantages, draw_prompts, record, roll_out, score, sync, update
+from mcore_rl.stages import advantages, draw_prompts, fill_up, record, roll_out, score, sync, update
 from mcore_rl.step_metrics import StepOutcome
 
 
@@ -22,6 +22,7 @@ def train(run: Run) -> None:
         prompts = draw_prompts(run, step)
         completions = roll_out(run, prompts, step)
         scores = score(run, prompts, completions)
+        prompts, completions, scores = fill_up(run, step, prompts, completions, scores)
         planned = advantages(run, prompts, completions, scores, step)
         reports = update(run, planned)
         synced = sync(run)

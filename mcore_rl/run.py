@@ -9,7 +9,7 @@ from mcore_rl.config.schema import RunConfig
 from mcore_rl.progress import Progress
 from mcore_rl.rewards.user_reward import UserReward
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.seams import Policy, RolloutEngine, Task
+from mcore_rl.seams import Policy, Reference, RolloutEngine, Task
 from mcore_rl.sync.session import WeightSync
 from mcore_rl.telemetry.audit_log import AuditLog
 from mcore_rl.telemetry.fanout import FanOut
@@ -34,6 +34,7 @@ class Run:
     sinks: FanOut
     progress: Progress | None = None
     engine: RolloutEngine | None = None
+    reference: Reference | None = None
     reward: UserReward | None = None
     audit: AuditLog | None = None
     clock: StageClock = field(default_factory=StageClock)

@@ -100,6 +100,14 @@ class Policy(Protocol):
         ...
 
 
+class Reference(Protocol):
+    """The policy that a KL term measures from. Any Policy is one."""
+
+    def logprobs(self, batch: TokenBatch, pass_name: Pass) -> TokenValues:
+        """As Policy.logprobs, at the reference's weights."""
+        ...
+
+
 class Task(Protocol):
     """Where prompts come from and what an answer is worth."""
 

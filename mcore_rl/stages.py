@@ -12,6 +12,7 @@ from mcore_rl.config.schema import RouterMode
 from mcore_rl.data_gate import early_kill_reason
 from mcore_rl.rewards.checks import score_completions
 from mcore_rl.run import Run
+from mcore_rl.selecting import enough, select_groups, with_length_penalty
 from mcore_rl.step_metrics import StepOutcome, rollout_records, step_metrics
 from mcore_rl.types import (
     Completion,
@@ -25,15 +26,17 @@ from mcore_rl.types import (
     UpdateReport,
     WeightMismatch,
 )
+from mcore_rl.update_terms import needs_old, with_chosen_tokens, with_correction, with_kl_reward
 from parallel.collectives import on_rank0
 
 
 @dataclass(frozen=True)
 class PlannedUpdates:
-    """A rollout batch cut into optimizer updates. `rewards_used` differ from the scores only in the shuffled control."""
+    """The rollout batch of `step`, cut into optimizer updates."""
 
     rollout: RolloutBatch
     updates: tuple[TrainBatch, ...]
+    step: int
 
 
 def sync(run: Run) -> SyncReport:
@@ -85,26 +88,47 @@ def score(run: Run, prompts: Sequence[Prompt], completions: Sequence[Completion]
     return [Score(**row) for row in rows]
 
 
+def fill_up(
+    run: Run, step: int, prompts: list[Prompt], completions: list[Completion], scores: list[Score]
+) -> tuple[list[Prompt], list[Completion], list[Score]]:
+    """What was drawn, and further rounds of it until selection has the groups it asks for or its rounds are spent.
+
+    Round k of step s draws as step s + k x train.steps would: the same prompts and seeds on every rank, used nowhere else.
+    """
+    train, selection = run.config.train, run.config.algorithm.selection
+    for extra in range(1, selection.max_rounds):
+        if enough([c.prompt_id for c in completions], scores, train.prompts_per_step, selection):
+            break
+        more = draw_prompts(run, step + extra * train.steps)
+        answers = roll_out(run, more, step + extra * train.steps)
+        prompts, completions, scores = prompts + more, completions + answers, scores + score(run, more, answers)
+    return prompts, completions, scores
+
+
 def advantages(
     run: Run, prompts: Sequence[Prompt], completions: Sequence[Completion], scores: Sequence[Score], step: int
 ) -> PlannedUpdates:
-    """Completions checked against what was sent, advantages by group, updates of whole groups with their weights.
+    """Completions checked against what was sent, advantages by group, updates of whole groups with all they carry.
 
     Raises StaleRollout for a completion of other weights; ValueError for a lost, doubled or altered sample.
     """
-    config = run.config
+    config, train = run.config, run.config.train
+    selection, lengths = config.algorithm.selection, [len(completion.token_ids) for completion in completions]
+    paid = with_length_penalty(scores, lengths, selection, config.rollout.max_tokens)
     rollout = build_rollout_batch(
         prompts,
         completions,
-        shuffled(scores, config.seed, step) if config.train.shuffle_rewards else scores,
+        shuffled(paid, config.seed, step) if train.shuffle_rewards else paid,
         algorithm=config.algorithm,
         version=run.policy.weights().version,
-        samples_per_prompt=config.train.samples_per_prompt,
+        samples_per_prompt=train.samples_per_prompt,
     )
-    parts = split_updates(rollout.prompt_ids, config.train.updates_per_batch, seed=config.seed, step=step)
-    with run.clock.stage("old"):
-        updates = [train_batch(rollout, part, config.algorithm, old=None) for part in parts]
-        return PlannedUpdates(rollout, with_old_logprobs(run, updates))
+    chosen = select_groups(rollout.prompt_ids, scores, train.prompts_per_step, selection)
+    parts = split_updates(rollout.prompt_ids, train.updates_per_batch, seed=config.seed, step=step, keep=chosen.prompt_ids)
+    updates = [train_batch(rollout, part, config.algorithm, old=None) for part in parts]
+    ready = with_reference(run, with_old_logprobs(run, updates))
+    finished = tuple(with_correction(with_kl_reward(batch, config.algorithm), config.algorithm) for batch in ready)
+    return PlannedUpdates(replace(rollout, facts=chosen.facts), finished, step)
 
 
 def shuffled(scores: Sequence[Score], seed: int, step: int) -> list[Score]:
@@ -113,30 +137,51 @@ def shuffled(scores: Sequence[Score], seed: int, step: int) -> list[Score]:
     dealt = [scores[place] for place in places]
     random.Random(f"{seed}/{step}/shuffled-rewards").shuffle(dealt)
     given = dict(zip(places, dealt, strict=True))
-    return [given.get(place, score) for place, score in enumerate(scores)]
+    return [replace(given.get(place, score), truncated=score.truncated) for place, score in enumerate(scores)]
 
 
 def with_old_logprobs(run: Run, updates: Sequence[TrainBatch]) -> tuple[TrainBatch, ...]:
     """`old` of every update that needs it, from one no-grad forward per update before the first optimizer step.
 
     The first update is its own `old`: its forward runs at the weights that sampled it. Not where the training forward
-    is jittered: there every update gets `old` from a clean pass.
+    is jittered (there every update gets `old` from a clean pass), nor where the update itself is made from `old`.
     """
-    jittered = run.config.router.mode is RouterMode.jitter
+    always = run.config.router.mode is RouterMode.jitter or needs_old(run.config.algorithm)
     ready: list[TrainBatch] = []
-    for index, update in enumerate(updates):
-        if index == 0 and not jittered:
-            ready.append(update)
-        else:
-            values = run.policy.logprobs(update.tokens, Pass.OLD)
-            ready.append(replace(update, old_logprobs=values.logprobs))
+    with run.clock.stage("old"):
+        for index, update in enumerate(updates):
+            if index == 0 and not always:
+                ready.append(update)
+            else:
+                values = run.policy.logprobs(update.tokens, Pass.OLD)
+                ready.append(replace(update, old_logprobs=values.logprobs))
     return tuple(ready)
 
 
+def with_reference(run: Run, updates: Sequence[TrainBatch]) -> tuple[TrainBatch, ...]:
+    """The reference's log-probs of every update, where a KL term asks for them."""
+    if run.reference is None:
+        return tuple(updates)
+    with run.clock.stage("reference"):
+        values = [run.reference.logprobs(update.tokens, Pass.REFERENCE).logprobs for update in updates]
+    return tuple(replace(update, reference_logprobs=found) for update, found in zip(updates, values, strict=True))
+
+
 def update(run: Run, planned: PlannedUpdates) -> list[UpdateReport]:
-    """One optimizer step per planned update, in order."""
+    """One optimizer step per planned update, in order; what making an update found out is reported with it."""
     with run.clock.stage("update"):
-        return [run.policy.update(batch) for batch in planned.updates]
+        return [_one_update(run, planned, index) for index in range(len(planned.updates))]
+
+
+def _one_update(run: Run, planned: PlannedUpdates, index: int) -> UpdateReport:
+    batch, algorithm = planned.updates[index], run.config.algorithm
+    if algorithm.clip_cov.fraction:
+        # Chosen by the policy about to be updated: the first update's is the one that sampled.
+        known = batch.old_logprobs if index == 0 else None
+        current = run.policy.logprobs(batch.tokens, Pass.OLD).logprobs if known is None else known
+        batch = with_chosen_tokens(batch, current, algorithm, seed=run.config.seed, step=planned.step)
+    report = run.policy.update(batch)
+    return replace(report, metrics={**report.metrics, **batch.facts})
 
 
 def record(run: Run, step: int, outcome: StepOutcome) -> None:

@@ -36,6 +36,7 @@ def step_metrics(outcome: StepOutcome, seconds: Mapping[str, float]) -> Metrics:
     metrics: Metrics = {"version": float(outcome.synced.version)}
     metrics.update(_group_metrics(outcome))
     metrics.update(_response_metrics(outcome))
+    metrics.update(outcome.rollout.facts)
     metrics.update(_delta_metrics(outcome))
     metrics.update(_update_metrics(outcome.reports))
     metrics.update(_routing_metrics(outcome.reports[0].routing))
@@ -131,7 +132,10 @@ def _sync_metrics(synced: SyncReport) -> dict[str, float]:
 
 
 def rollout_records(outcome: StepOutcome) -> list[dict[str, object]]:
-    """One JSON-able record per completion: what was asked, sampled, paid, and how far trainer and sampler are apart."""
+    """One JSON-able record per completion: what was asked, sampled, paid, and how far trainer and sampler are apart.
+
+    delta is NaN for a completion that was in no update or has no trained token.
+    """
     gaps = _delta_by_sample(outcome)
     questions = {prompt.prompt_id: prompt for prompt in outcome.prompts}
     records: list[dict[str, object]] = []
@@ -156,7 +160,7 @@ def rollout_records(outcome: StepOutcome) -> list[dict[str, object]]:
                 "format_ok": score.format_ok,
                 "truncated": score.truncated,
                 "advantage": float(outcome.rollout.advantages.values[index]),
-                "delta_max_abs_nats": gaps[name],
+                "delta_max_abs_nats": gaps.get(name, math.nan),
             }
         )
     return records

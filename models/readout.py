@@ -37,8 +37,10 @@ def forward_hidden(chunk: torch.nn.Module, token_ids: Tensor, cu_seqlens: Tensor
 def output_weight(chunk: torch.nn.Module) -> Tensor:
     """This rank's rows of the output weight [W, H] on the last pipeline stage: the embedding's own where it is tied."""
     model = unwrapped(chunk)
-    tied = model.share_embeddings_and_output_weights
-    return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else model.output_layer.weight
+    if weight is None:
+        raise RuntimeError("output_weight: only the last pipeline stage has one")
+    return weight
 
 
 @contextmanager

@@ -175,6 +175,8 @@ class _Readout(Function):
         to_logprob, to_entropy = (None if grad is None else grad.float() / readout.temperature for grad in grad_outputs)
         if to_logprob is None:
             to_logprob = torch.zeros_like(lse)
+        if to_entropy is not None and not to_entropy.any():
+            to_entropy = None
         rows, to_hidden = weight[: shard.valid], torch.zeros_like(hidden)
         to_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for cut in readout.cuts(len(targets)):

@@ -46,7 +46,7 @@ def sapo_objective(ratio: Tensor, advantage: Tensor, *, positive: float, negativ
 
     SAPO, arXiv 2511.20347. Nothing is ever cut.
     """
-    tau = torch.where(advantage > 0, positive, negative).to(ratio.dtype)
+    tau = torch.full_like(ratio, negative).masked_fill_(advantage > 0, positive)
     return -4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantage, torch.zeros_like(ratio, dtype=torch.bool)
 
 

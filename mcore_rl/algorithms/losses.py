@@ -14,15 +14,7 @@ from torch import Tensor
 from mcore_rl.algorithms.clip import objective
 from mcore_rl.algorithms.kl import kl_values
 from mcore_rl.algorithms.loss_stats import LossStats, measured
-from mcore_rl.algorithms.ratio import (
-    Total,
-    clamped_exp,
-    masked_log_ratio,
-    sequence_ratio,
-    sequence_token_ratio,
-    token_ratio,
-    unsplit,
-)
+from mcore_rl.algorithms.ratio import clamped_exp, masked_log_ratio, sequence_ratio, sequence_token_ratio, token_ratio
 from mcore_rl.algorithms.validate import validate_algorithm
 from mcore_rl.config.algorithm import AlgorithmConfig, KlEstimator, KlPlacement, RatioLevel
 
@@ -35,7 +27,7 @@ class LossInputs:
     mask: bool [T], trained tokens. segment_of_token: int64 [T]. advantages: [S].
     weights: the token weights [T], for what is logged only. entropy: [T] with gradient. All [T] below may be None:
     scale: constant factor of the policy term (correction, selected tokens). advantage_shift: added to a token's advantage.
-    reference: log-probs under the reference. total: sum over the ranks that share the row's sequences.
+    reference: log-probs under the reference.
     """
 
     current: Tensor
@@ -48,7 +40,6 @@ class LossInputs:
     scale: Tensor | None = None
     advantage_shift: Tensor | None = None
     reference: Tensor | None = None
-    total: Total = unsplit
 
     @property
     def segments(self) -> int:
@@ -100,8 +91,9 @@ def policy_loss(config: AlgorithmConfig) -> LossFunction:
     def loss(inputs: LossInputs) -> TokenLoss:
         log_ratio = masked_log_ratio(inputs.current, inputs.old, inputs.mask)
         surrogate = policy_term(inputs, log_ratio, config)
-        policy = surrogate.values if inputs.scale is None else surrogate.values * inputs.scale
-        policy = torch.where(inputs.mask, policy, 0.0)
+        policy = torch.where(inputs.mask, surrogate.values, 0.0)
+        if inputs.scale is not None:
+            policy = policy * torch.where(inputs.mask, inputs.scale, 0.0)
         values = policy + _regularisers(inputs, config)
         return TokenLoss(values, _statistics(inputs, log_ratio, surrogate, policy))
 
@@ -120,7 +112,7 @@ def policy_term(inputs: LossInputs, log_ratio: Tensor, config: AlgorithmConfig) 
         ratio = token_ratio(log_ratio)
         values, clipped = objective(config, ratio, advantage, logprob)
         return Surrogate(values, ratio, advantage, clipped, inputs.mask)
-    sequence = sequence_ratio(log_ratio, inputs.mask, segment, inputs.segments, inputs.total)
+    sequence = sequence_ratio(log_ratio, inputs.mask, segment, inputs.segments)
     if config.ratio_level is RatioLevel.sequence_token:
         ratio = sequence_token_ratio(sequence, log_ratio, segment)
         values, clipped = objective(config, ratio, advantage, logprob)

@@ -6,18 +6,10 @@ Log-ratios are clamped to +-20 before exp, so an outlier is a large finite ratio
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 MAX_ABS_LOG_RATIO = 20.0
-Total = Callable[[Tensor], Tensor]
-
-
-def unsplit(values: Tensor) -> Tensor:
-    """The total over ranks where no sequence is split over ranks: the values themselves."""
-    return values
 
 
 def masked_log_ratio(current_T: Tensor, old_T: Tensor | None, mask_T: Tensor) -> Tensor:
@@ -36,19 +28,14 @@ def token_ratio(log_ratio_T: Tensor) -> Tensor:
     return clamped_exp(log_ratio_T)
 
 
-def sequence_ratio(
-    log_ratio_T: Tensor, mask_T: Tensor, segment_of_token_T: Tensor, segments: int, total: Total = unsplit
-) -> Tensor:
+def sequence_ratio(log_ratio_T: Tensor, mask_T: Tensor, segment_of_token_T: Tensor, segments: int) -> Tensor:
     """s_i = exp(mean over trained tokens of the log-ratio), [S]; 1 for a segment without one.
 
-    GSPO, arXiv 2507.18071, equation 7: the length-normalised sequence likelihood ratio. total: the differentiable sum
-    over the ranks that share the row's sequences; [2, S] in, [2, S] out.
+    GSPO, arXiv 2507.18071, equation 7: the length-normalised sequence likelihood ratio.
     """
     zeros = torch.zeros(segments, dtype=log_ratio_T.dtype, device=log_ratio_T.device)
-    lengths = zeros.index_add(0, segment_of_token_T, mask_T.to(log_ratio_T.dtype))
-    sums = zeros.index_add(0, segment_of_token_T, log_ratio_T)
-    sums, lengths = total(torch.stack([sums, lengths])).unbind()
-    return clamped_exp(sums / lengths.clamp_min(1.0))
+    lengths = zeros.index_add(0, segment_of_token_T, mask_T.to(log_ratio_T.dtype)).clamp_min(1.0)
+    return clamped_exp(zeros.index_add(0, segment_of_token_T, log_ratio_T) / lengths)
 
 
 def sequence_token_ratio(sequence_S: Tensor, log_ratio_T: Tensor, segment_of_token_T: Tensor) -> Tensor:

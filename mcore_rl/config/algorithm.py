@@ -109,6 +109,10 @@ class SelectionConfig:
     overlong_penalty: float = 1.0
 
 
+INITIAL = "initial"
+"""The KL reference that is no folder: the weights RL starts from."""
+
+
 @dataclass
 class KlConfig:
     """coef 0 switches it off, and no reference is held. reference: `initial` (the weights RL starts from) or a folder."""
@@ -116,7 +120,7 @@ class KlConfig:
     coef: float = 0.0
     placement: KlPlacement = KlPlacement.reward
     estimator: KlEstimator = KlEstimator.k1
-    reference: str = "initial"
+    reference: str = INITIAL
 
 
 @dataclass

@@ -13,7 +13,7 @@ from mcore_rl.config.requirement import require
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.schema import Device, Impl, RunConfig
 from mcore_rl.config.validate_fields import validate_fields
-from mcore_rl.config.validate_model import model_spec, model_tokenizer, validate_layout
+from mcore_rl.config.validate_model import model_spec, model_tokenizer, validate_layout, validate_reference
 from mcore_rl.data.band_task import BandTask
 from mcore_rl.data.build import BuiltTask, build_task
 from mcore_rl.data_gate import gate_band
@@ -33,6 +33,8 @@ def validate(config: RunConfig, stage: str = "train", *, local_ranks: int | None
     _device(config, local_ranks)
     spec = model_spec(config.model)
     validate_layout(config, spec)
+    if stage == "train":
+        validate_reference(config.algorithm.kl, spec)
     tokenizer = model_tokenizer(config.model, spec)
     validate_task(config, tokenizer, stage)
     validate_reward_function(config.reward)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from mcore_rl.config.algorithm import INITIAL, KlConfig
 from mcore_rl.config.layout import check_token_budget, parallel_layout
 from mcore_rl.config.schema import ModelConfig, RouterMode, RunConfig
 from mcore_rl.config.validate_fields import require
@@ -57,8 +59,19 @@ def validate_layout(config: RunConfig, spec: ModelSpec) -> None:
     require(length <= positions, f"rollout.max_model_len={length}", f"the model has {positions} positions")
 
 
-def _spec_of_folder(folder: Path) -> ModelSpec:
-    key = f"model.path={folder}"
+def validate_reference(kl: KlConfig, spec: ModelSpec) -> None:
+    """A reference folder must hold a model of the very shape that is trained: its weights stand in for the policy's."""
+    if kl.reference == INITIAL:
+        return
+    setting = f"algorithm.kl.reference={kl.reference}"
+    require(kl.coef > 0.0, setting, "is read with algorithm.kl.coef > 0 only")
+    found = _spec_of_folder(Path(kl.reference), "algorithm.kl.reference")
+    differing = [field.name for field in fields(ModelSpec) if getattr(found, field.name) != getattr(spec, field.name)]
+    require(not differing, setting, f"another model than the trained one; they differ in {', '.join(differing)}")
+
+
+def _spec_of_folder(folder: Path, name: str = "model.path") -> ModelSpec:
+    key = f"{name}={folder}"
     require(folder.is_dir(), key, "no such folder; a Hugging Face folder (config.json, safetensors, tokenizer) is needed")
     require((folder / "config.json").is_file(), key, "has no config.json, so it is not a Hugging Face folder")
     require(any(folder.glob("*.safetensors")), key, "has no .safetensors file; convert the checkpoint to safetensors first")

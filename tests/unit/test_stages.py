@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mcore_rl.clock import StageClock
 from mcore_rl.config.schema import RouterMode, RunConfig, SftConfig
 from mcore_rl.probe import probe_batch
 from mcore_rl.sft import GateCheck, is_check
-from mcore_rl.stages import shuffled, training_sampling, with_old_logprobs
+from mcore_rl.stages import shuffled, training_sampling, with_old_logprobs, with_reference
 from mcore_rl.types import Pass, Prompt, Score, TokenBatch, TokenValues, TrainBatch
 
 
@@ -30,7 +31,7 @@ class ScoringPolicy:
 def run_with(mode):
     config = RunConfig()
     config.router.mode = mode
-    return SimpleNamespace(config=config, policy=ScoringPolicy(), stop_token_ids=(2,))
+    return SimpleNamespace(config=config, policy=ScoringPolicy(), stop_token_ids=(2,), clock=StageClock(), reference=None)
 
 
 def test_the_first_update_is_its_own_old():
@@ -46,6 +47,25 @@ def test_a_jittered_forward_is_nobodys_old():
     updates = with_old_logprobs(run, [batch("a"), batch("b")])
     assert all(update.old_logprobs is not None for update in updates)
     assert run.policy.calls == [("a", Pass.OLD), ("b", Pass.OLD)]
+
+
+@pytest.mark.parametrize("section", ["correction", "clip_cov", "kl"])
+def test_what_is_made_from_old_asks_for_it(section):
+    run = run_with(RouterMode.plain)
+    run.config.algorithm.correction.enabled = section == "correction"
+    run.config.algorithm.clip_cov.fraction = 0.1 * (section == "clip_cov")
+    run.config.algorithm.kl.coef = 0.1 * (section == "kl")
+    updates = with_old_logprobs(run, [batch("a")])
+    assert updates[0].old_logprobs is not None and run.policy.calls == [("a", Pass.OLD)]
+
+
+def test_the_reference_is_asked_once_an_update():
+    run = run_with(RouterMode.plain)
+    assert with_reference(run, [batch("a")])[0].reference_logprobs is None
+    run.reference = ScoringPolicy()
+    (update,) = with_reference(run, [batch("a")])
+    assert update.reference_logprobs[0].tolist() == [0.0, -1.0, -2.0]
+    assert run.reference.calls == [("a", Pass.REFERENCE)] and run.policy.calls == []
 
 
 def test_shuffled_rewards_are_the_same_rewards_elsewhere():
