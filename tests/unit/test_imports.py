@@ -31,6 +31,7 @@ NEEDS_MEGATRON = {
     "models.split_marks",
     "models.weights",
     "mcore_rl.policy",
+    "mcore_rl.policy_reference",
     "mcore_rl.policy_weights",
     "mcore_rl.assemble",
     "mcore_rl.facts",
