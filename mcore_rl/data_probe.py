@@ -8,7 +8,7 @@ probe.json    buckets, histogram, verdict of the launch rule
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,34 +33,34 @@ def probe_pass_rates(run: Run, task: BuiltTask, model_digest: str) -> None:
 
     model_digest: of the weights that the engine holds. Raises StaleRollout when it holds others.
     """
-    version = run.policy.weights().version
-    verdict = on_rank0(lambda: _probe(run, task, model_digest, version))
+    config, version = run.config.data_gate, run.policy.weights().version
+    conditions = probe_conditions(run, task, model_digest)
+    rows = [PassRate(**row) for row in on_rank0(lambda: _begin(run, conditions))]
+    for start in range(len(rows), config.prompts, config.prompts_per_request):
+        count = min(config.prompts_per_request, config.prompts - start)
+        prompts = task.probe_prompts(start, count)
+        new = on_rank0(lambda asked=prompts: [asdict(row) for row in _sample(run, asked, version)])
+        rows += [PassRate(**row) for row in new]
+        if run.progress is not None:
+            run.progress.advance("pass-rate probe", len(rows), config.prompts)
+    summary = summarise_rates(rows, config)
+    verdict = kill_reason(probed=summary.prompts, mixed=summary.mixed, in_band=summary.in_band, config=config)
+    on_rank0(lambda: _write(run, conditions, rows, summary, verdict))
     if verdict is not None:
         raise StopRun(f"data gate: the launch rule kills this run: {verdict}; see {run.folder.root / 'probe.json'}")
 
 
-def _probe(run: Run, task: BuiltTask, model_digest: str, version: int) -> str | None:
-    """The whole probe on rank 0; the launch rule's reason to kill, or None."""
+def _rows_file(run: Run) -> Path:
+    return run.folder.root / "probe.jsonl"
+
+
+def _begin(run: Run, conditions: Conditions) -> list[dict[str, Any]]:
+    """Start probe.jsonl with the conditions and the rows that are taken over; those rows."""
     config = run.config.data_gate
-    conditions = probe_conditions(run, task, model_digest)
-    rows = earlier_rows(config.append_to, conditions)[: config.prompts]
-    path = run.folder.root / "probe.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        file.write(dump_line({"format": PROBE_FORMAT, "conditions": asdict(conditions)}) + "\n")
-        file.writelines(dump_line(asdict(row)) + "\n" for row in rows)
-        for new in _sampled(run, task, len(rows), version):
-            rows += new
-            file.writelines(dump_line(asdict(row)) + "\n" for row in new)
-            file.flush()
-            if run.progress is not None:
-                run.progress.advance("pass-rate probe", len(rows), config.prompts)
-    summary = summarise_rates(rows, config)
-    verdict = kill_reason(probed=summary.prompts, mixed=summary.mixed, in_band=summary.in_band, config=config)
-    _write(run, conditions, rows, summary, verdict)
-    if run.progress is not None:
-        for line in table(summary, config, verdict):
-            run.progress.line(line)
-    return verdict
+    rows = [asdict(row) for row in earlier_rows(config.append_to, conditions)[: config.prompts]]
+    head = {"format": PROBE_FORMAT, "conditions": asdict(conditions)}
+    _rows_file(run).write_text("".join(dump_line(line) + "\n" for line in (head, *rows)), encoding="utf-8")
+    return rows
 
 
 def probe_conditions(run: Run, task: BuiltTask, model_digest: str) -> Conditions:
@@ -99,28 +99,29 @@ def earlier_rows(path: str | None, conditions: Conditions) -> list[PassRate]:
     return rows
 
 
-def _sampled(run: Run, task: BuiltTask, first: int, version: int) -> Iterator[list[PassRate]]:
-    """Pass rates of the prompts from `first` on, a request at a time."""
-    config = run.config.data_gate
+def _sample(run: Run, prompts: Sequence[Prompt], version: int) -> list[PassRate]:
+    """Pass rates of these prompts, appended to probe.jsonl. On rank 0."""
+    config, rollout = run.config.data_gate, run.config.rollout
     sampling = SamplingParams(
-        temperature=run.config.rollout.temperature,
-        max_tokens=run.config.rollout.max_tokens,
+        temperature=rollout.temperature,
+        max_tokens=rollout.max_tokens,
         stop_token_ids=run.stop_token_ids,
-        top_p=run.config.rollout.top_p,
+        top_p=rollout.top_p,
         samples_per_prompt=config.samples_per_prompt,
         seed=run.config.seed,
     )
+    completions = run.sampler().generate(prompts, sampling)
+    stale = {c.version for c in completions} - {version}
+    if stale:
+        raise StaleRollout(f"probe samples were drawn with weights of version {sorted(stale)}, the policy is at {version}")
+    scores = score_completions(run.task, prompts, completions, run.reward)
     observe = auditor(run, "probe")
-    for start in range(first, config.prompts, config.prompts_per_request):
-        prompts = task.probe_prompts(start, min(config.prompts_per_request, config.prompts - start))
-        completions = run.sampler().generate(prompts, sampling)
-        stale = {c.version for c in completions} - {version}
-        if stale:
-            raise StaleRollout(f"probe samples were drawn with weights of version {sorted(stale)}, the policy is at {version}")
-        scores = score_completions(run.task, prompts, completions, run.reward)
-        if observe is not None:
-            observe(prompts, completions, scores)
-        yield pass_rates(prompts, completions, scores, samples=config.samples_per_prompt)
+    if observe is not None:
+        observe(prompts, completions, scores)
+    rows = pass_rates(prompts, completions, scores, samples=config.samples_per_prompt)
+    with _rows_file(run).open("a", encoding="utf-8") as file:
+        file.writelines(dump_line(asdict(row)) + "\n" for row in rows)
+    return rows
 
 
 def pass_rates(
@@ -155,3 +156,6 @@ def _write(run: Run, conditions: Conditions, rows: Sequence[PassRate], summary: 
     write_band(root / "band.jsonl", Band(conditions, config.band_low, config.band_high, len(rows), summary.mixed, found))
     record: dict[str, Any] = {**summary.to_json(), "kill_reason": verdict, "conditions": asdict(conditions)}
     write_json(root / "probe.json", {**record, "band": [config.band_low, config.band_high]})
+    if run.progress is not None:
+        for line in table(summary, config, verdict):
+            run.progress.line(line)
