@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from models.delta_net_kernel import check_kernel, preflight
+from models.delta_net_kernel import DeltaNetKernel, check_kernel, preflight
 from models.gated_delta_rule import (
     DeltaRuleInputs,
     causal_convolution,
@@ -217,3 +217,28 @@ def test_a_missing_kernel_is_refused_by_name(monkeypatch):
     check_kernel(torch.device("cpu"))
     with pytest.raises(ValueError, match="flash-linear-attention"):
         check_kernel(torch.device("cuda"))
+
+
+def test_kernels_are_called_as_their_package_documents():
+    """One row as a batch of one, int64 borders; q and k go in as they are, with fewer heads than v."""
+    borders = (0, 3, 10)
+
+    def chunk_gated_delta_rule(q, k, v, *, g, beta, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None):
+        assert q.shape == k.shape == (1, 10, K_HEADS, K_DIM)
+        assert use_qk_l2norm_in_kernel
+        assert scale is None
+        assert cu_seqlens.dtype is torch.int64
+        row = DeltaRuleInputs(q[0], k[0], v[0], g[0], beta[0])
+        return recurrent_gated_delta_rule(row, tuple(cu_seqlens.tolist()))[None], None
+
+    def causal_conv1d(x, weight=None, activation=None, cu_seqlens=None):
+        assert weight.shape == (6, 4)
+        assert activation == "silu"
+        assert cu_seqlens.dtype is torch.int64
+        return causal_convolution(x[0], weight[:, None], tuple(cu_seqlens.tolist()))[None], None
+
+    kernel = DeltaNetKernel(chunk_gated_delta_rule, causal_conv1d)
+    cu_seqlens = torch.tensor(borders, dtype=torch.int32)
+    x, row, weight = inputs(10), torch.randn(10, 6), torch.randn(6, 1, 4)
+    assert torch.allclose(kernel.rule(x, cu_seqlens), chunked_gated_delta_rule(x, borders), atol=1e-5)
+    assert torch.equal(kernel.convolution(row, weight, cu_seqlens), causal_convolution(row, weight, borders))
