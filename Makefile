@@ -43,8 +43,8 @@ fmt: env  ## format and sort imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: env  ## time a GSPO step against TRL's, and checkpoint conversion against transformers and a plain copy
-	@$(BIN)/python tools/run_tests.py bench bench_convert
+bench: env  ## a GSPO step against TRL's, checkpoint conversion, log-probs against plain logits, packing
+	@$(BIN)/python tools/run_tests.py bench bench_convert bench_logprob bench_packing
 
 soak: env  ## long runs (none yet)
 	@$(BIN)/python tools/run_tests.py soak

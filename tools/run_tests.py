@@ -28,7 +28,13 @@ TESTS = {
     "chaos": ("tests/engine/test_when_engines_die.py",),
     "soak": ("tests/soak",),
 }
-SCRIPTS = {"parity": "tools/parity.py", "bench": "tools/bench.py", "bench_convert": "tools/bench_convert.py"}
+SCRIPTS = {
+    "parity": "tools/parity.py",
+    "bench": "tools/bench.py",
+    "bench_convert": "tools/bench_convert.py",
+    "bench_logprob": "tools/bench_logprob.py",
+    "bench_packing": "tools/bench_packing.py",
+}
 WIDTH = 78
 
 
