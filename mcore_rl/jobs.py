@@ -15,9 +15,11 @@ from mcore_rl.finish import Outcome, close_run, export
 from mcore_rl.held_out import look
 from mcore_rl.loop import train
 from mcore_rl.policy import MegatronPolicy, PolicySettings
+from mcore_rl.policy_reference import ReferencePolicy, held_reference
 from mcore_rl.probe import probe_batch
 from mcore_rl.progress import Progress
 from mcore_rl.run import Run
+from mcore_rl.seams import Policy
 from mcore_rl.sft import warm_up
 from mcore_rl.stages import sync
 from mcore_rl.summary import COMPLETED
@@ -32,6 +34,7 @@ def run_train(config: RunConfig) -> None:
         if config.sft.steps:
             supervised(parts, run, outcome)
             run.policy = rl_policy(parts)
+        run.reference = kl_reference(parts, run.policy)
         announce(run, "held-out evaluation")
         sync(run)
         outcome.before = look(run, "before RL")
@@ -155,6 +158,14 @@ def rl_policy(parts: Parts) -> MegatronPolicy:
         temperature=config.rollout.temperature,
     )
     return MegatronPolicy(parts.trainer.chunks, parts.trainer.spec, parts.trainer.groups, settings)
+
+
+def kl_reference(parts: Parts, policy: Policy) -> ReferencePolicy | None:
+    """What the KL term measures from, held from now on; None where there is no such term. Collective."""
+    kl, trainer = parts.config.algorithm.kl, parts.trainer
+    if not kl.coef:
+        return None
+    return ReferencePolicy(policy, held_reference(trainer.chunks, trainer.spec, trainer.groups, kl))
 
 
 def announce(run: Run, name: str, total: int | None = None) -> None:
