@@ -42,6 +42,10 @@ class Case:
             raise ValueError(f"{prompt.prompt_id}: {len(completion.token_ids)} tokens, {COMPLETION_TOKENS} were asked")
         return Score(reward(list(completion.token_ids)), False, None, False, True)
 
+    def text(self, completion: Completion) -> str:
+        """The benchmark judges token ids; they are no text."""
+        return ""
+
     def eval_prompts(self, split: str, count: int) -> list[Prompt]:
         """Not part of the benchmark."""
         raise NotImplementedError(f"the benchmark has no {split} split ({count} prompts were asked)")

@@ -9,8 +9,14 @@ import pytest
 from cli_runs import start_run
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-# The verdict is the function's: an untrained model is never right at arithmetic. Most lengths are the cap of 6.
-REWARD = ("reward.function=reward_functions:parity", "reward.timeout_s=0.3", "rollout.max_tokens=6")
+# The verdict is the function's: an untrained model is never right at arithmetic.
+REWARD = (
+    "reward.function=reward_functions:parity",
+    "reward.timeout_s=0.3",
+    "reward.max_failed_frac=0.75",
+    "rollout.max_tokens=6",
+)
+FAST = ("layout=single", "eval.prompts=4", "eval.temperature_1=false", "eval.export_check_prompts=0")
 PROBE = ("data_gate.prompts=12", "data_gate.samples_per_prompt=4", "data_gate.prompts_per_request=8")
 
 
@@ -33,7 +39,7 @@ def probed(tmp_path_factory):
         probe = start_run(folder, "probe", *REWARD, *PROBE, stage="probe")
         out = finished(probe)
         band = probe.folder / "band.jsonl"
-        train = start_run(folder, "train", *REWARD, f"task.band_file={band}", "train.steps=2", "eval.prompts=4")
+        train = start_run(folder, "train", *REWARD, *FAST, f"task.band_file={band}", "train.steps=2")
         finished(train)
         yield probe, out, train
 
@@ -54,6 +60,8 @@ def test_the_probe_counts_verdicts_and_writes_its_files(probed):
     audited = rows(probe.folder / "audit.jsonl")
     assert len(audited) == 12 * 4
     assert {row["phase"] for row in audited} == {"probe"}
+    hung = sum(row["reward_failure"] == "timeout" for row in audited)
+    assert summary["reward_failures"] == hung > 0  # one text in nine hangs, and 48 were judged
 
 
 def test_training_draws_from_the_band_alone(probed):

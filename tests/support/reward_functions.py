@@ -44,10 +44,11 @@ def odd(sample):
 
 
 def parity(sample):
-    """A verdict of its own that an untrained model meets half of the time; every seventh length hangs."""
-    if sample["n_tokens"] % 7 == 0:
+    """A verdict of its own that an untrained model meets half of the time; it hangs on every ninth text."""
+    number = sum(map(ord, sample["text"]))
+    if number % 9 == 4:
         time.sleep(3600)
-    even = sum(map(ord, sample["text"])) % 2 == 0
+    even = number % 2 == 0
     return {"reward": float(even), "correct": even}
 
 
