@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.advantages import compute_advantages, group_mean, group_mean_std, leave_one_out
+from mcore_rl.algorithms.advantages import compute_advantages, group_mean, group_mean_std, leave_one_out, median_mad
 from mcore_rl.algorithms.group_stats import group_statistics
 from mcore_rl.config.schema import Baseline
 
@@ -29,7 +29,7 @@ def test_mean_std_hand_values():
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.4, 0.1, 0.7])
 @pytest.mark.parametrize("size", [1, 3, 7, 8])
-@pytest.mark.parametrize("baseline", [Baseline.group_mean, Baseline.group_mean_std, Baseline.leave_one_out])
+@pytest.mark.parametrize("baseline", [baseline for baseline in Baseline if baseline is not Baseline.none])
 def test_equal_rewards_give_exactly_zero(value, size, baseline):
     fp32 = float(torch.tensor(value, dtype=torch.float32))
     result = advantages([fp32] * size, ["p"] * size, baseline)
@@ -42,6 +42,22 @@ def test_mean_only_and_leave_one_out_hand_values():
     torch.testing.assert_close(group_mean(one_of_eight), f64(0.875, *[-0.125] * 7))
     torch.testing.assert_close(leave_one_out(one_of_eight), f64(1.0, *[-1 / 7] * 7))
     torch.testing.assert_close(leave_one_out(f64(1, 0, 0, 0)), f64(1, -1 / 3, -1 / 3, -1 / 3))
+
+
+def test_median_and_mad_hand_values():
+    # median 2, deviations 2 1 0 1 8 with median 1; an even group: median 1/2, deviations 1/2
+    expected = f64(-2, -1, 0, 1, 8) / 1.4826
+    torch.testing.assert_close(median_mad(f64(0, 1, 2, 3, 10), ddof=1), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(median_mad(f64(0, 1), ddof=1), f64(-0.5, 0.5) / (1.4826 * 0.5), rtol=0, atol=2e-6)
+    # more than half are equal: the median deviation is 0, the standard deviation (1/2) stands in
+    torch.testing.assert_close(median_mad(f64(1, 0, 0, 0), ddof=1), f64(2, 0, 0, 0), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("baseline", list(Baseline))
+@pytest.mark.parametrize("rewards", [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1e-3], [1, 0, 0, 0, 0, 0, 0, 0]])
+def test_one_odd_reward_never_explodes(baseline, rewards):
+    values = advantages(rewards, ["p"] * len(rewards), baseline).values
+    assert values.isfinite().all() and values.abs().max() <= 10
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=12))
