@@ -10,6 +10,7 @@ import xxhash
 from torch import nn
 
 from mcore_rl.assemble import Parts
+from mcore_rl.config.algorithm import INITIAL
 from mcore_rl.data.band_task import BandTask
 from mcore_rl.manifest import RunFacts, build_manifest, file_sha256, text_sha256, write_manifest
 from mcore_rl.run import Run
@@ -27,7 +28,7 @@ def record_manifest(parts: Parts, run: Run, optimizer: str) -> None:
         model_digest=weights_digest(parts.model_path),
         implementations={"optimizer": optimizer, **implementations(parts.trainer.chunks)},
         reward_version=f"{run.reward_version} {run.extraction}",
-        extra={"engine": run.sampler().name, "data": parts.task.facts()},
+        extra={"engine": run.sampler().name, "data": parts.task.facts(), "kl": kl_facts(parts)},
     )
     write_manifest(run.folder, build_manifest(parts.config, facts, launch=launch))
 
@@ -43,6 +44,15 @@ def require_band_of_model(parts: Parts) -> None:
             f"task.band_file={config.band_file}: its pass rates are of a model with digest {probed}, this run starts from "
             f"{mine}; probe this model, or set task.band_any_model=true"
         )
+
+
+def kl_facts(parts: Parts) -> dict[str, object] | None:
+    """The KL term and the digest of the weights it measures from; None without one."""
+    kl = parts.config.algorithm.kl
+    if not kl.coef:
+        return None
+    where = None if kl.reference == INITIAL else weights_digest(Path(kl.reference))
+    return {"coef": kl.coef, "placement": kl.placement.value, "estimator": kl.estimator.value, "reference_digest": where}
 
 
 def implementations(chunks: Sequence[nn.Module]) -> dict[str, str]:
