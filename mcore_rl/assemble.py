@@ -110,7 +110,12 @@ def build_trainer(config: RunConfig, model_path: Path, runtime: Runtime, groups:
         impl=config.model.impl.value,
         device=runtime.device,
         recompute=config.model.recompute,
-        router=RouterPolicy(mode=config.router.mode.value, jitter_eps=config.router.jitter_eps, seed=config.seed),
+        router=RouterPolicy(
+            mode=config.router.mode.value,
+            jitter_eps=config.router.jitter_eps,
+            seed=config.seed,
+            replay_from=config.router.replay_from.value,
+        ),
     )
     chunks = build_model(spec, groups, options)
     load_hf_weights(chunks, spec, groups, model_path)

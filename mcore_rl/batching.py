@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_rl.algorithms.advantages import Advantages, compute_advantages, group_indices
 from mcore_rl.algorithms.aggregate import token_weights
 from mcore_rl.config.schema import Aggregation, AlgorithmConfig
+from mcore_rl.routes import batch_routes
 from mcore_rl.selecting import usable_samples
 from mcore_rl.types import Completion, Prompt, Score, StaleRollout, TokenBatch, TokenValues, TrainBatch
 
@@ -60,6 +61,8 @@ def build_rollout_batch(
         raise ValueError(f"{len(completions)} completions but {len(scores)} scores")
     names = [sample_id(c) for c in completions]
     tokens = response_batch([c.prompt_token_ids for c in completions], [c.token_ids for c in completions], names)
+    routes = batch_routes([c.routes for c in completions], [ids.numel() for ids in tokens.token_ids], names)
+    tokens = replace(tokens, routes=routes)
     usable = usable_samples(scores, algorithm.selection)
     tokens = only_usable(tokens, usable)
     prompt_ids = tuple(c.prompt_id for c in completions)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from mcore_rl.algorithms.losses import LossFunction
 from mcore_rl.config.schema import OptimizerConfig
 from mcore_rl.policy_metrics import UpdateSums, routing_layers
+from mcore_rl.policy_routes import RouteTable, check_batch_routes, check_replayed, coverage
 from mcore_rl.policy_rows import BatchValues, PolicyRow, RowPlan, count_tokens, row_logprobs
 from mcore_rl.policy_weights import PolicyWeights
 from mcore_rl.schedules import learning_rate
 from mcore_rl.types import Pass, RoutingLayer, StopRun, TokenBatch, TokenValues, TrainBatch, UpdateReport
 from models.readout import forward_hidden, output_weight
-from models.router import router_pass, set_aux_loss_coef, sum_over_ranks, take_routing
+from models.router import built_policy, named_pass, set_aux_loss_coef, sum_over_ranks, take_routes, take_routing
+from models.router_policy import REPLAY_PASSES, RouterPass, RouterPolicy, RoutingSums
+from models.routes import Routes
 from models.spec import ModelSpec
 from models.weights import ModelWeights
 from parallel.groups import ProcessGroups
@@ -62,6 +65,7 @@ class MegatronPolicy:
         self._spec = spec
         self._groups = groups
         self._steps = 0
+        self._router: RouterPolicy = built_policy(chunks)
         self._device = next(chunks[0].parameters()).device
         # A bf16 checkpoint trained in fp32 is synced in fp32: rounding it would be another policy.
         dtype = torch.float32 if all(p.dtype is torch.float32 for chunk in chunks for p in chunk.parameters()) else None
@@ -93,16 +97,21 @@ class MegatronPolicy:
         """
         if pass_name is Pass.TRAIN:
             raise ValueError("logprobs(pass_name=train): the train pass belongs to update; name the pass old, probe or eval")
-        values = BatchValues(batch, self._device)
-        self._run(self._plan.rows(batch), self._scoring_step(pass_name, values), forward_only=True)
+        check_batch_routes(batch, self._spec)
+        values, rows = BatchValues(batch, self._device), self._plan.rows(batch)
+        take_routes(self._chunks)
+        self._run(rows, self._scoring_step(pass_name, values), forward_only=True)
+        if batch.routes is not None and pass_name.value in REPLAY_PASSES:
+            check_replayed(self._routing_sums(pass_name), batch, self._spec)
         take_routing(self._chunks, pass_name.value)
-        return values.gather()
+        return replace(values.gather(), routes=self._recorded(batch, rows, pass_name))
 
     def update(self, batch: TrainBatch) -> UpdateReport:
         """One optimizer step on the batch.
 
         StopRun when the loss or the gradient is not finite: the step is not taken and the weights stay as they were.
         """
+        check_batch_routes(batch.tokens, self._spec)
         values, sums = BatchValues(batch.tokens, self._device), UpdateSums()
         lr = learning_rate(self.settings.optimizer, self._steps, self.settings.total_steps)
         self._optimizer.zero_grad()
@@ -117,7 +126,8 @@ class MegatronPolicy:
             raise StopRun(f"update {self._steps + 1}: gradient norm is {result.grad_norm}; no optimizer step was taken")
         self._steps += 1
         metrics = {**totals.metrics(), "grad_norm": result.grad_norm, "lr": lr, "micro_batches": float(len(rows))}
-        return UpdateReport(totals.loss, result.grad_norm, metrics, values.gather(), self._routing(Pass.TRAIN))
+        routing = self._routing(batch.tokens)
+        return UpdateReport(totals.loss, result.grad_norm, metrics | self._coverage(batch.tokens), values.gather(), routing)
 
     def _run(self, rows: Sequence[PolicyRow], step: ForwardStep[PolicyRow], *, forward_only: bool) -> None:
         run_micro_batches(self._chunks, rows, step, groups=self._groups, forward_only=forward_only)
@@ -156,10 +166,8 @@ class MegatronPolicy:
         return step
 
     def _forward(self, chunk: nn.Module, row: PolicyRow, pass_name: Pass, *, batch_tokens: int | None) -> Tensor:
-        named = router_pass(
-            [chunk], pass_name.value, row.mask[row.part], step=self._steps, micro_batch=row.index, batch_tokens=batch_tokens
-        )
-        with named:
+        named = RouterPass(pass_name.value, row.mask[row.part], self._steps, row.index, batch_tokens, row.routes)
+        with named_pass([chunk], named):
             return forward_hidden(chunk, row.token_ids, row.cu_seqlens, row.packed.max_len)
 
     @property
@@ -172,16 +180,36 @@ class MegatronPolicy:
         """The first context-parallel rank carries a row's loss: all ranks know it, and their losses are added up."""
         return float(self._groups.at.cp == 0)
 
-    def _routing(self, pass_name: Pass) -> tuple[RoutingLayer, ...]:
+    def _routing(self, tokens: TokenBatch) -> tuple[RoutingLayer, ...]:
         if self._spec.moe is None:
             return ()
-        sums = sum_over_ranks(
+        sums = self._routing_sums(Pass.TRAIN)
+        check_replayed(sums, tokens, self._spec)
+        return tuple(row for row in routing_layers(sums) if self._spec.has_experts(row.layer))
+
+    def _routing_sums(self, pass_name: Pass) -> RoutingSums:
+        """Of all ranks; collective."""
+        return sum_over_ranks(
             take_routing(self._chunks, pass_name.value),
             num_layers=self._spec.num_layers,
-            num_experts=self._spec.moe.num_experts,
+            num_experts=self._spec.moe.num_experts if self._spec.moe else 0,
             device=self._device,
         )
-        return tuple(row for row in routing_layers(sums) if self._spec.has_experts(row.layer))
+
+    def _coverage(self, tokens: TokenBatch) -> dict[str, float]:
+        if self._router.mode != "replay":
+            return {}
+        known, total = coverage(tokens)
+        return {"route_coverage": known / total}
+
+    def _recorded(self, tokens: TokenBatch, rows: Sequence[PolicyRow], pass_name: Pass) -> tuple[Routes, ...] | None:
+        """Every token's routes where this pass was to record them (R2). Collective then."""
+        recording = self._router.replay_from == "old" and self._router.mode == "replay"
+        if not recording or pass_name is not Pass.OLD or tokens.routes is not None:
+            return None
+        table = RouteTable(tokens, self._spec, self._groups, self._device)
+        table.put({row.index: (row.packed, row.part) for row in rows}, take_routes(self._chunks))
+        return table.gather()
 
 
 def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:

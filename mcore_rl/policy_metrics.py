@@ -55,6 +55,7 @@ def _layer(sums: RoutingSums, row: int) -> RoutingLayer:
     tokens = float(sums.tokens_L[row])
     load = [float(count) for count in sums.load_LE[row]]
     mean = sum(load) / len(load)
+    replayed, compared, flips, jaccard = (float(value) for value in sums.replay_L4[row])
     return RoutingLayer(
         layer=sums.layers[row],
         tokens=int(tokens),
@@ -63,4 +64,7 @@ def _layer(sums: RoutingSums, row: int) -> RoutingLayer:
         max_over_mean_load=max(load) / mean if mean else math.nan,
         dead_experts=sum(count == 0 for count in load),
         topk_margin=float(sums.margin_L[row]) / tokens if tokens else math.nan,
+        replayed_tokens=int(replayed),
+        top1_flip=flips / compared if compared else math.nan,
+        topk_jaccard=jaccard / compared if compared else math.nan,
     )

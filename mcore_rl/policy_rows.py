@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from mcore_rl.algorithms.losses import LossInputs
+from mcore_rl.policy_routes import row_routes
 from mcore_rl.types import TokenBatch, TokenValues, TrainBatch
+from models.routes import Routes
 from parallel.context import gather_sequence, shard_indices
 from parallel.layout import Coordinates, ParallelLayout
 from parallel.packing import PackedMicroBatch, pack_micro_batch, plan_micro_batches
@@ -28,7 +30,7 @@ class PolicyRow:
     mask: bool [T], trained tokens. advantages: [S], None without a loss. fields: [T] each, by the names of
     TrainBatch.token_fields. index: number of the micro-batch on this rank.
     part: int64 [T / cp], the tokens that this context-parallel rank computes; everything else here is the whole row's, the
-    same on every rank of the group.
+    same on every rank of the group. routes: of the tokens at `part`.
     """
 
     index: int
@@ -39,6 +41,7 @@ class PolicyRow:
     part: Tensor
     advantages: Tensor | None = None
     fields: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    routes: Routes | None = None
 
     def weigh(self, token_loss: Tensor) -> Tensor:
         """The row's share of the loss: sum of weight x token loss [T]."""
@@ -92,13 +95,15 @@ class RowPlan:
         packed = pack_micro_batch(
             tokens.token_ids, sequences, multiple=self.multiple, segment_multiple=self.layout.segment_multiple
         )
+        part = shard_indices(packed.cu_seqlens, self.layout.cp, self.at.cp)
         row = PolicyRow(
             index=index,
             packed=packed,
             token_ids=packed.token_ids.to(self.device),
             cu_seqlens=packed.cu_seqlens.to(self.device),
             mask=packed.pack(tokens.loss_mask).to(self.device),
-            part=shard_indices(packed.cu_seqlens, self.layout.cp, self.at.cp).to(self.device),
+            part=part.to(self.device),
+            routes=None if tokens.routes is None else row_routes(packed, tokens.routes, part, self.device),
         )
         return row if train is None else self._with_loss(row, train)
 

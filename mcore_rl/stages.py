@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from mcore_rl.auditing import audit_step
 from mcore_rl.batching import RolloutBatch, build_rollout_batch, split_updates, train_batch
-from mcore_rl.config.schema import RouterMode
+from mcore_rl.config.schema import ReplaySource, RouterMode
 from mcore_rl.data_gate import early_kill_reason
 from mcore_rl.rewards.checks import score_completions
+from mcore_rl.routes import EncodedRoutes
 from mcore_rl.run import Run
 from mcore_rl.selecting import enough, select_groups, with_length_penalty
 from mcore_rl.step_metrics import StepOutcome, rollout_records, step_metrics
@@ -78,7 +80,13 @@ def roll_out(run: Run, prompts: Sequence[Prompt], step: int) -> list[Completion]
     sampling = training_sampling(run, step)
     with run.clock.stage("rollout"):
         rows = on_rank0(lambda: [asdict(c) for c in run.sampler().generate(prompts, sampling)])
-    return [Completion(**row) for row in rows]
+    return [received(row) for row in rows]
+
+
+def received(row: dict[str, Any]) -> Completion:
+    """A completion from its builtins."""
+    routes = row["routes"]
+    return Completion(**{**row, "routes": None if routes is None else EncodedRoutes(**routes)})
 
 
 def score(run: Run, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
@@ -123,6 +131,9 @@ def advantages(
         version=run.policy.weights().version,
         samples_per_prompt=train.samples_per_prompt,
     )
+    router = config.router
+    if router.mode is RouterMode.replay and router.replay_from is ReplaySource.rollout and rollout.tokens.routes is None:
+        raise ValueError("router.mode=replay from the rollout, but its completions came without routes")
     chosen = select_groups(rollout.prompt_ids, scores, train.prompts_per_step, selection)
     parts = split_updates(rollout.prompt_ids, train.updates_per_batch, seed=config.seed, step=step, keep=chosen.prompt_ids)
     updates = [train_batch(rollout, part, config.algorithm, old=None) for part in parts]
@@ -154,7 +165,8 @@ def with_old_logprobs(run: Run, updates: Sequence[TrainBatch]) -> tuple[TrainBat
                 ready.append(update)
             else:
                 values = run.policy.logprobs(update.tokens, Pass.OLD)
-                ready.append(replace(update, old_logprobs=values.logprobs))
+                tokens = update.tokens if values.routes is None else replace(update.tokens, routes=values.routes)
+                ready.append(replace(update, tokens=tokens, old_logprobs=values.logprobs))
     return tuple(ready)
 
 

@@ -116,6 +116,9 @@ def _routing_metrics(layers: Sequence[RoutingLayer]) -> Metrics:
         metrics[f"load_max_over_mean/layer_{layer.layer}"] = layer.max_over_mean_load
         metrics[f"dead_experts/layer_{layer.layer}"] = float(layer.dead_experts)
         metrics[f"topk_margin/layer_{layer.layer}"] = layer.topk_margin
+        if layer.replayed_tokens:
+            metrics[f"router_top1_flip/layer_{layer.layer}"] = layer.top1_flip
+            metrics[f"router_topk_jaccard/layer_{layer.layer}"] = layer.topk_jaccard
     return metrics
 
 

@@ -6,6 +6,7 @@ Everything here is plain data: no Megatron, no vLLM, no process group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.errors import EngineDied, StaleRollout, StopRun, WeightMismatch
+from mcore_rl.routes import EncodedRoutes
+from models.routes import Routes
 
 # Errors are part of this vocabulary too; they live apart so that the launcher needs no torch.
 __all__ = ["EngineDied", "StaleRollout", "StopRun", "WeightMismatch"]
@@ -57,7 +60,7 @@ class Completion:
     """One sampled answer. `logprobs[t]` (nats) is what the engine recorded for `token_ids[t]`.
 
     `token_ids` are the sampled ids, the stop token included; they are never re-tokenised.
-    `version` is the version of the weights the engine says it sampled with.
+    `version` is the version of the weights the engine says it sampled with. `routes`: experts of its tokens (router.mode=replay).
     """
 
     prompt_id: str
@@ -67,6 +70,7 @@ class Completion:
     logprobs: tuple[float, ...]
     finish_reason: str
     version: int
+    routes: EncodedRoutes | None = None
 
 
 @dataclass(frozen=True)
@@ -94,12 +98,14 @@ class TokenBatch:
 
     token_ids: B int64 tensors [T_b].
     loss_mask: B bool tensors [T_b]; True where the token is trained (predicted from its predecessors).
-    Position 0 is never trained. sample_ids: B unique names.
+    Position 0 is never trained. sample_ids: B unique names. routes: the experts each sequence's tokens went to, B of them;
+    passes `old` and `train` replay them where the router policy says so.
     """
 
     token_ids: tuple[Tensor, ...]
     loss_mask: tuple[Tensor, ...]
     sample_ids: tuple[str, ...]
+    routes: tuple[Routes, ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse ragged fields that do not line up (ValueError)."""
@@ -114,6 +120,8 @@ class TokenBatch:
                 )
             if mask.dtype != torch.bool or (mask.numel() and bool(mask[0])):
                 raise ValueError(f"TokenBatch sample {name}: loss_mask must be bool and False at position 0")
+        if self.routes is not None and [len(r.known) for r in self.routes] != [ids.numel() for ids in self.token_ids]:
+            raise ValueError("TokenBatch: routes and token_ids have different lengths")
 
     def __len__(self) -> int:
         """Number of sequences B."""
@@ -125,15 +133,20 @@ class TokenBatch:
             tuple(self.token_ids[i] for i in index),
             tuple(self.loss_mask[i] for i in index),
             tuple(self.sample_ids[i] for i in index),
+            None if self.routes is None else tuple(self.routes[i] for i in index),
         )
 
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Log-prob and entropy (nats) per token, aligned with TokenBatch: B fp32 tensors [T_b], 0 where not trained."""
+    """Log-prob and entropy (nats) per token, aligned with TokenBatch: B fp32 tensors [T_b], 0 where not trained.
+
+    routes: where the pass recorded its own, for a later one to replay (router.replay_from=old).
+    """
 
     logprobs: tuple[Tensor, ...]
     entropy: tuple[Tensor, ...]
+    routes: tuple[Routes, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +192,9 @@ class RoutingLayer:
     """Routing of one MoE layer over the response tokens of one pass, summed over all ranks.
 
     load_E: how many of the K choices went to each expert. Entropy is of the full softmax over E, in nats.
-    topk_margin: mean gap between the K-th and the (K+1)-th router probability.
+    topk_margin: mean gap between the K-th and the (K+1)-th router probability. replayed_tokens: of the whole pass;
+    top1_flip: share of them whose recorded best expert is not the trainer's own, topk_jaccard: mean overlap of the two sets
+    (both over response tokens, NaN where nothing was replayed).
     """
 
     layer: int
@@ -189,6 +204,9 @@ class RoutingLayer:
     max_over_mean_load: float
     dead_experts: int
     topk_margin: float
+    replayed_tokens: int = 0
+    top1_flip: float = math.nan
+    topk_jaccard: float = math.nan
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from models.router_policy import RouterControl, RouterPass, RoutingSums, routing_row
+from models.router_policy import ROW_HEAD, RouterControl, RouterPass, RouterPolicy, RoutingSums, routing_row
+from models.routes import Selection
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -42,7 +43,10 @@ class PolicyRouter(TopKRouter):
         super().__init__(config=config, **kwargs)
         self.control = control
         self.sums: dict[str, Tensor] = {}
+        self.recorded: dict[int, Tensor] = {}
         self._to_recompute: deque[RouterPass] = deque()
+        if control.policy.mode == "replay" and config.moe_router_fusion:
+            raise ValueError("router.mode = replay cannot choose experts inside a fused router: moe_router_fusion must be off")
         if control.policy.mode == "freeze":
             self.weight.requires_grad_(False)
 
@@ -54,10 +58,11 @@ class PolicyRouter(TopKRouter):
             seen = input.float() * self.control.noise(running, self._layer, input)
             seen = seen if self.config.moe_router_dtype == "fp32" else seen.to(input.dtype)
         logits = self.gating(seen)
-        probs, routing_map = self.routing(logits)
+        selection = self._selection(running, input.shape[0] * input.shape[1])
+        probs, routing_map = self._choose(logits, selection)
         flat = logits.reshape(-1, logits.shape[-1])
         if not counted:
-            self._tap(running, flat.detach(), routing_map)
+            self._tap(running, flat.detach(), routing_map, selection)
         if self.control.aux_loss_coef and running.name == "train" and torch.is_grad_enabled():
             probs = _AttachLoss.apply(probs, self._aux_loss(running, flat, routing_map))
         return probs, routing_map
@@ -83,8 +88,23 @@ class PolicyRouter(TopKRouter):
             self._to_recompute.append(running)
         return running, False
 
-    def _local_mask(self, running: RouterPass, tokens: int) -> Tensor:
-        """The part of the mask that belongs to this rank's `tokens` tokens."""
+    def _selection(self, running: RouterPass, tokens: int) -> Selection | None:
+        """What is replayed or recorded in this forward of `tokens` tokens; None for the plain router."""
+        if self.control.replays(running) and running.routes is not None:
+            piece = self._piece(running, tokens)
+            return Selection(running.routes.of_layer(self._layer)[piece], running.routes.known[piece])
+        return Selection(None, None) if self.control.records(running) else None
+
+    def _choose(self, logits: Tensor, selection: Selection | None) -> tuple[Tensor, Tensor]:
+        """Megatron's routing, which asks `router_replay` for its choice of experts where there is one."""
+        self.router_replay = selection
+        try:
+            return self.routing(logits)
+        finally:
+            self.router_replay = None
+
+    def _piece(self, running: RouterPass, tokens: int) -> slice:
+        """Which tokens of the pass' row are this rank's `tokens` tokens."""
         size, rank = self.tp_group.size(), self.tp_group.rank()
         if self.config.sequence_parallel and size > 1:
             expected, piece = tokens * size, slice(rank * tokens, (rank + 1) * tokens)
@@ -94,14 +114,21 @@ class PolicyRouter(TopKRouter):
             raise ValueError(
                 f"router_pass: token_mask has shape {tuple(running.token_mask.shape)}, this rank's row has {expected} tokens"
             )
-        return running.token_mask[piece]
+        return piece
 
-    def _tap(self, running: RouterPass, logits: Tensor, routing_map: Tensor) -> None:
-        mask = self._local_mask(running, logits.shape[0])
-        if not self.config.sequence_parallel and self.tp_group.rank():
-            mask = torch.zeros_like(mask)
-        row = routing_row(logits[mask], routing_map[mask], self.topk)
+    @property
+    def _counts(self) -> bool:
+        """Whether this rank speaks for its tokens: without sequence parallelism the first tensor-parallel rank does."""
+        return self.config.sequence_parallel or not self.tp_group.rank()
+
+    def _tap(self, running: RouterPass, logits: Tensor, routing_map: Tensor, selection: Selection | None) -> None:
+        if not self._counts:
+            return
+        mask = running.token_mask[self._piece(running, logits.shape[0])]
+        row = routing_row(logits[mask], routing_map[mask], self.topk, None if selection is None else selection.counts(mask))
         self.sums[running.name] = self.sums[running.name] + row if running.name in self.sums else row
+        if selection is not None and self.control.records(running):
+            self.recorded[running.micro_batch] = selection.ranked_choice()
 
     def _aux_loss(self, running: RouterPass, logits: Tensor, routing_map: Tensor) -> Tensor:
         """This rank's share of coef x mean over MoE layers of E x sum_e load_e x mean p_e (arXiv 2101.03961, equation 4).
@@ -111,7 +138,7 @@ class PolicyRouter(TopKRouter):
         """
         if running.batch_tokens is None:
             raise ValueError("router_pass: the auxiliary loss needs batch_tokens, the masked tokens of the whole update")
-        mask = self._local_mask(running, logits.shape[0])
+        mask = running.token_mask[self._piece(running, logits.shape[0])]
         load = routing_map[mask].sum(0).float()
         sharing = self.tp_cp_group if self.config.sequence_parallel else self.cp_group
         if sharing.size() > 1:
@@ -123,7 +150,13 @@ class PolicyRouter(TopKRouter):
         return self.control.aux_loss_coef * logits.shape[-1] / layers * (load * probability).sum()
 
     def take(self, pass_name: str) -> Tensor | None:
-        """The sums of one pass since they were last taken, None when it did not run; see routing_row."""
+        """The sums of one pass since they were last taken, None when it did not run; see routing_row.
+
+        RuntimeError when a training forward still waits for its recomputation: the next one would run as its pass.
+        """
+        if self._to_recompute:
+            left, self._to_recompute = len(self._to_recompute), deque()
+            raise RuntimeError(f"layer {self._layer}: {left} training forwards were never recomputed")
         return self.sums.pop(pass_name, None)
 
 
@@ -141,6 +174,12 @@ def _control(chunks: Sequence[nn.Module]) -> RouterControl | None:
     return None
 
 
+def built_policy(chunks: Sequence[nn.Module]) -> RouterPolicy:
+    """The policy that this rank's routers obey; the plain one where it has none."""
+    control = _control(chunks)
+    return RouterPolicy() if control is None else control.policy
+
+
 @contextmanager
 def router_pass(
     chunks: Sequence[nn.Module],
@@ -151,8 +190,14 @@ def router_pass(
     micro_batch: int = 0,
     batch_tokens: int | None = None,
 ) -> Iterator[None]:
-    """Name the pass of the forwards inside. Nothing to do for a dense model. See RouterPass for the arguments."""
-    named = RouterPass(pass_name, token_mask, step, micro_batch, batch_tokens)
+    """As named_pass, with a pass made of these arguments; see RouterPass."""
+    with named_pass(chunks, RouterPass(pass_name, token_mask, step, micro_batch, batch_tokens)):
+        yield
+
+
+@contextmanager
+def named_pass(chunks: Sequence[nn.Module], named: RouterPass) -> Iterator[None]:
+    """Name the pass of the forwards inside. Nothing to do for a dense model."""
     control = _control(chunks)
     if control is None:
         yield
@@ -179,18 +224,27 @@ def take_routing(chunks: Sequence[nn.Module], pass_name: str) -> RoutingSums:
     taken = [(router.layer_number or 0, router.take(pass_name)) for router in routers(chunks)]
     rows = [(number - 1, row) for number, row in taken if row is not None]
     if not rows:
-        empty = torch.zeros(0, dtype=torch.float64)
-        return RoutingSums((), empty, empty, empty, empty.reshape(0, 0))
-    table = torch.stack([row for _, row in rows])
-    return RoutingSums(tuple(layer for layer, _ in rows), table[:, 0], table[:, 1], table[:, 2], table[:, 3:])
+        return RoutingSums.of_table((), torch.zeros(0, ROW_HEAD, dtype=torch.float64))
+    return RoutingSums.of_table(tuple(layer for layer, _ in rows), torch.stack([row for _, row in rows]))
+
+
+def take_routes(chunks: Sequence[nn.Module]) -> dict[int, dict[int, Tensor]]:
+    """0-based layer -> micro-batch -> int64 [n, K] of this rank's tokens, as recorded since the last call; cleared.
+
+    Empty where a pass records nothing, and on tensor-parallel ranks whose tokens another one speaks for.
+    """
+    taken: dict[int, dict[int, Tensor]] = {}
+    for router in routers(chunks):
+        if router.recorded:
+            taken[(router.layer_number or 0) - 1], router.recorded = router.recorded, {}
+    return taken
 
 
 def sum_over_ranks(sums: RoutingSums, *, num_layers: int, num_experts: int, device: torch.device) -> RoutingSums:
     """Add up all ranks' sums; every rank gets all layers. Collective over the default group."""
-    table = torch.zeros(num_layers, 3 + num_experts, dtype=torch.float64, device=device)
-    for row, layer in enumerate(sums.layers):
-        table[layer, :3] = torch.stack([sums.tokens_L[row], sums.entropy_L[row], sums.margin_L[row]])
-        table[layer, 3:] = sums.load_LE[row]
+    table = torch.zeros(num_layers, ROW_HEAD + num_experts, dtype=torch.float64, device=device)
+    if sums.layers:
+        table[list(sums.layers)] = sums.table().to(device)
     if dist.is_initialized():
         dist.all_reduce(table)
-    return RoutingSums(tuple(range(num_layers)), table[:, 0], table[:, 1], table[:, 2], table[:, 3:])
+    return RoutingSums.of_table(tuple(range(num_layers)), table)

@@ -12,9 +12,10 @@ from typing import Any
 
 from mcore_rl.config.algorithm import Aggregation, AlgorithmConfig, Baseline, RatioLevel
 from mcore_rl.config.reward import DataGateConfig, RewardConfig
+from mcore_rl.config.router import ReplaySource, RouterConfig, RouterMode
 
-# The algorithm's fields have a file of their own.
-__all__ = ["Aggregation", "AlgorithmConfig", "Baseline", "RatioLevel"]
+# The algorithm's and the router's fields have files of their own.
+__all__ = ["Aggregation", "AlgorithmConfig", "Baseline", "RatioLevel", "ReplaySource", "RouterConfig", "RouterMode"]
 
 
 class Device(str, Enum):
@@ -97,24 +98,6 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     clip_grad: float = 1.0
     cpu_offload: bool = False
-
-
-class RouterMode(str, Enum):
-    plain = "plain"
-    freeze = "freeze"
-    jitter = "jitter"
-
-
-@dataclass
-class RouterConfig:
-    """jitter_eps: the router input is multiplied by uniform(1 - eps, 1 + eps) in the training forward only.
-
-    aux_loss_coef is explicit and 0 in RL: a model's own router_aux_loss_coef is never taken silently.
-    """
-
-    mode: RouterMode = RouterMode.plain
-    jitter_eps: float = 0.0
-    aux_loss_coef: float = 0.0
 
 
 class EngineKind(str, Enum):

@@ -7,7 +7,7 @@ import re
 from urllib.parse import urlsplit
 
 from mcore_rl.config.requirement import at_least, positive, require
-from mcore_rl.config.schema import DType, EngineKind, OptimizerConfig, Placement, RouterMode, RunConfig
+from mcore_rl.config.schema import DType, EngineKind, OptimizerConfig, Placement, ReplaySource, RouterMode, RunConfig
 from mcore_rl.config.validate_reward import validate_data_gate, validate_reward, validate_task_fields
 
 MAX_HELD_OUT_PROMPTS = 100_000
@@ -136,6 +136,17 @@ def _router(config: RunConfig) -> None:
         jitter or router.jitter_eps == 0.0,
         f"router.jitter_eps={router.jitter_eps}",
         f"is read with router.mode=jitter only; mode is {router.mode.name}",
+    )
+    replay = router.mode is RouterMode.replay
+    require(
+        replay or router.replay_from is ReplaySource.rollout,
+        f"router.replay_from={router.replay_from.name}",
+        f"is read with router.mode=replay only; mode is {router.mode.name}",
+    )
+    require(
+        not replay or router.replay_from is ReplaySource.old or config.rollout.enforce_eager,
+        "rollout.enforce_eager=false",
+        "routes are read off the engine's routers as it runs them: router.mode=replay needs enforce_eager=true",
     )
     for key, value in (("router.aux_loss_coef", router.aux_loss_coef), ("sft.aux_loss_coef", config.sft.aux_loss_coef)):
         require(math.isfinite(value) and value >= 0.0, f"{key}={value}", "must not be negative")

@@ -18,9 +18,12 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROU
 _RANK_PREFIXES = ("MASTER_", "TORCHELASTIC_", "ROLE_", "NCCL_ASYNC")
 
 
-def engine_arguments(config: RolloutConfig, model: str, *, device: str, extension: str = WORKER_EXTENSION) -> dict[str, Any]:
+def engine_arguments(
+    config: RolloutConfig, model: str, *, device: str, extension: str = WORKER_EXTENSION, routes: bool = False
+) -> dict[str, Any]:
     """Keyword arguments of vllm.LLM. device: `cpu` or `cuda`.
 
+    routes: the experts of every token are wanted; only a GPU's engine has an argument for it.
     generation_config="vllm": a model's own generation defaults never apply. Log-probs are of the untouched logits.
     """
     arguments: dict[str, Any] = {
@@ -42,6 +45,8 @@ def engine_arguments(config: RolloutConfig, model: str, *, device: str, extensio
     }
     if device == "cuda":
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        if routes:
+            arguments["enable_return_routed_experts"] = True
     return arguments
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from mcore_rl.config.schema import Device, EngineKind, Placement, RolloutConfig, RunConfig
+from mcore_rl.config.schema import Device, EngineKind, Placement, ReplaySource, RolloutConfig, RouterMode, RunConfig
 from mcore_rl.rollout.engine_args import engine_arguments, engine_environment
 from mcore_rl.rollout.link import EngineLink
+from mcore_rl.rollout.route_reader import RouteReader
 from mcore_rl.rollout.vllm_engine import VllmEngine
 from mcore_rl.rollout.vllm_owned import OwnedLink
 from mcore_rl.rollout.vllm_url import UrlLink
@@ -20,8 +21,14 @@ def start_engine(config: RunConfig, model_path: Path, log_folder: Path) -> VllmE
     if rollout.engine is not EngineKind.vllm:
         raise ValueError(f"rollout.engine={rollout.engine.value}: only vllm is available")
     owned = rollout.placement is Placement.owned
-    link = _owned(rollout, _device(config), model_path, log_folder) if owned else _by_url(rollout)
-    return VllmEngine(link, max_model_len=rollout.max_model_len)
+    link = _owned(config, model_path, log_folder) if owned else _by_url(rollout)
+    reader = RouteReader(link, native=_device(config) == "cuda") if records_routes(config) else None
+    return VllmEngine(link, max_model_len=rollout.max_model_len, routes=reader)
+
+
+def records_routes(config: RunConfig) -> bool:
+    """Whether completions must bring the experts of their tokens (R3)."""
+    return config.router.mode is RouterMode.replay and config.router.replay_from is ReplaySource.rollout
 
 
 def _device(config: RunConfig) -> str:
@@ -29,9 +36,10 @@ def _device(config: RunConfig) -> str:
     return "cuda" if cuda else "cpu"
 
 
-def _owned(rollout: RolloutConfig, device: str, model_path: Path, log_folder: Path) -> EngineLink:
+def _owned(config: RunConfig, model_path: Path, log_folder: Path) -> EngineLink:
+    rollout, device = config.rollout, _device(config)
     return OwnedLink(
-        engine_arguments(rollout, str(model_path), device=device),
+        engine_arguments(rollout, str(model_path), device=device, routes=records_routes(config)),
         engine_environment(rollout, device=device),
         log_path=log_folder / "engine0.log",
         start_timeout_s=rollout.start_timeout_s,

@@ -15,7 +15,7 @@ class EngineLink(Protocol):
         ...
 
     def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Per request {token_ids, sampling}: {token_ids, logprobs, finish_reason, versions}."""
+        """Per request {token_ids, sampling}: {id, token_ids, logprobs, finish_reason, versions, routed_experts}."""
         ...
 
     def score(self, requests: list[dict[str, Any]]) -> list[list[float]]:

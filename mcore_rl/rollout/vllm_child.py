@@ -6,6 +6,8 @@ trainer's process reaches it: no Megatron, no CPU patches, no process group. It 
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import sys
@@ -30,7 +32,7 @@ class Engine:
     def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """One output per request: ids, the sampled tokens' log-probs, finish reason, weight versions."""
         outputs = self._run(requests)
-        return [_completion(output.outputs[0]) for output in outputs]
+        return [{"id": output.request_id, **_completion(output.outputs[0])} for output in outputs]
 
     def score(self, requests: list[dict[str, Any]]) -> list[list[float]]:
         """Log-prob of every prompt token after the first."""
@@ -84,7 +86,17 @@ def _completion(output: Any) -> dict[str, Any]:
         "logprobs": [row[token].logprob for row, token in zip(output.logprobs, token_ids, strict=True)],
         "finish_reason": output.finish_reason,
         "versions": sorted({span.version for span in output.weight_versions or []}),
+        "routed_experts": None if output.routed_experts is None else _npy(output.routed_experts),
     }
+
+
+def _npy(array: Any) -> str:
+    """base64 of a .npy file, as vLLM's server sends arrays."""
+    import numpy as np  # noqa: PLC0415 - of the engine's process alone
+
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def serve(pipe: Connection, engine: Engine) -> None:

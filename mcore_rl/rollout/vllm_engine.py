@@ -11,6 +11,7 @@ from typing import Any
 
 from mcore_rl.errors import EngineRefused
 from mcore_rl.rollout.link import EngineLink
+from mcore_rl.rollout.route_reader import RouteReader
 from mcore_rl.rollout.sampling import generation_requests, score_sampling
 from mcore_rl.types import Completion, Prompt, SamplingParams, StaleRollout, WeightMismatch
 
@@ -21,10 +22,11 @@ _FINISH_REASONS = ("stop", "length")
 class VllmEngine:
     """Implements types.RolloutEngine and sync.endpoint.SyncEndpoint over an EngineLink."""
 
-    def __init__(self, link: EngineLink, *, max_model_len: int) -> None:
+    def __init__(self, link: EngineLink, *, max_model_len: int, routes: RouteReader | None = None) -> None:
         """Nothing is asked of the engine yet; it may still be starting."""
         self.link = link
         self._max_model_len = max_model_len
+        self._routes = routes
         self._version: int | None = None
 
     @property
@@ -49,9 +51,18 @@ class VllmEngine:
         requests = generation_requests(prompts, sampling, self._max_model_len)
         if self._version is None:
             raise StaleRollout(f"{self.name} holds no proved weights: a complete weight sync must come first")
-        outputs = self.link.generate(requests)
+        outputs = self._generated(requests)
         owners = [(prompt, index) for prompt in prompts for index in range(sampling.samples_per_prompt)]
         return [self._completion(prompt, index, output) for (prompt, index), output in zip(owners, outputs, strict=True)]
+
+    def _generated(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The link's outputs, with the routes of each where they are read."""
+        if self._routes is None:
+            return self.link.generate(requests)
+        self._routes.begin()
+        outputs = self.link.generate(requests)
+        routes = self._routes.collect(outputs)
+        return [{**output, "routes": one} for output, one in zip(outputs, routes, strict=True)]
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats) of every token after the first, at temperature 1. Sequences of at least 2 tokens."""
@@ -142,7 +153,14 @@ class VllmEngine:
         if output["finish_reason"] not in _FINISH_REASONS:
             raise EngineRefused(f"{where} ended with {output['finish_reason']!r}; only {_FINISH_REASONS} are complete answers")
         return Completion(
-            prompt.prompt_id, index, prompt.token_ids, token_ids, logprobs, output["finish_reason"], int(output["versions"][0])
+            prompt.prompt_id,
+            index,
+            prompt.token_ids,
+            token_ids,
+            logprobs,
+            output["finish_reason"],
+            int(output["versions"][0]),
+            output.get("routes"),
         )
 
     def _native(self, step: str, payload: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ class UrlLink:
 
     def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Outputs in the order of the requests; all of them are in flight at once."""
-        return [_completion(answer["choices"][0]) for answer in self._post_all(requests)]
+        return [{"id": answer["request_id"], **_completion(answer["choices"][0])} for answer in self._post_all(requests)]
 
     def score(self, requests: list[dict[str, Any]]) -> list[list[float]]:
         """Log-prob of every prompt token after the first."""
@@ -169,6 +169,7 @@ def _completion(choice: dict[str, Any]) -> dict[str, Any]:
         "logprobs": [row["logprob"] for row in content],
         "finish_reason": choice["finish_reason"],
         "versions": sorted({span["version"] for span in choice["weight_versions"] or []}),
+        "routed_experts": choice.get("routed_experts"),
     }
 
 

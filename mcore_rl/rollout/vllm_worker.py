@@ -16,6 +16,7 @@ import vllm
 
 from mcore_rl.rollout.lifeline import follow_root
 from mcore_rl.rollout.vllm_readback import read_digests
+from mcore_rl.rollout.vllm_routes import RouteCapture
 from mcore_rl.rollout.vllm_transfer import ShmTransferEngine, register
 
 register()
@@ -24,6 +25,8 @@ follow_root()
 
 class WorkerExtension:
     """Mixed into vLLM's worker class; every public name starts with mcore_."""
+
+    _mcore_routes: RouteCapture | None = None
 
     def mcore_info(self) -> dict[str, Any]:
         """Which process this is and what it runs on."""
@@ -65,6 +68,19 @@ class WorkerExtension:
         engine.reset_weight_update_target()
         self._weight_update_active = False
         return {"aborted": True}
+
+    def mcore_capture_routes(self) -> dict[str, Any]:
+        """Keep the experts of every scheduled token from now on, until they are taken; see vllm_routes."""
+        if self._mcore_routes is None:
+            self._mcore_routes = RouteCapture(self.model_runner)  # pyright: ignore[reportAttributeAccessIssue]
+        self._mcore_routes.clear()
+        return {"capturing": True}
+
+    def mcore_take_routes(self) -> dict[str, Any]:
+        """Routes by request id since the last call. RuntimeError when they are not captured."""
+        if self._mcore_routes is None:
+            raise RuntimeError("routes are not captured in this worker: mcore_capture_routes comes first")
+        return self._mcore_routes.take()
 
     def _mcore_engine(self) -> ShmTransferEngine:
         engine = self.weight_transfer_engine  # pyright: ignore[reportAttributeAccessIssue]

@@ -66,15 +66,17 @@ def test_noise_leaves_other_generators_alone():
 def test_routing_row_by_hand():
     p = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.1, 0.2, 0.3, 0.4]])
     chosen = torch.tensor([[True, True, False, False], [False, False, True, True]])
-    tokens, entropy, margin, *load = routing_row(p.log(), chosen, 2).tolist()
+    tokens, entropy, margin, *rest = routing_row(p.log(), chosen, 2).tolist()
+    replay, load = rest[:4], rest[4:]
     first = 0.5 * math.log(2) + 0.25 * math.log(4) + 0.25 * math.log(8)
     second = -sum(x * math.log(x) for x in (0.1, 0.2, 0.3, 0.4))
     assert tokens == 2.0
     assert entropy == pytest.approx(first + second, rel=1e-6)
     assert margin == pytest.approx((0.25 - 0.125) + (0.3 - 0.2), rel=1e-6)
+    assert replay == [0.0, 0.0, 0.0, 0.0]
     assert load == [1.0, 1.0, 1.0, 1.0]
 
 
 def test_routing_row_where_every_expert_is_chosen():
     row = routing_row(torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool), 2)
-    assert row.tolist() == pytest.approx([3.0, 3 * math.log(2), 0.0, 3.0, 3.0])
+    assert row.tolist() == pytest.approx([3.0, 3 * math.log(2), 0.0, 0.0, 0.0, 0.0, 0.0, 3.0, 3.0])
