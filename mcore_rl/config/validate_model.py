@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.config.algorithm import INITIAL, KlConfig
 from mcore_rl.config.layout import check_token_budget, parallel_layout
-from mcore_rl.config.schema import ModelConfig, RouterMode, RunConfig
+from mcore_rl.config.schema import Device, DType, ModelConfig, Placement, RouterMode, RunConfig
 from mcore_rl.config.validate_fields import require
 from mcore_rl.data.tokenizer import build_tokenizer, load_tokenizer
 from models.registry import read_spec, spec_from_config
-from models.spec import ModelSpec
+from models.spec import DeltaNetSpec, ModelSpec
+
+CPU_DELTA_NET_HEADS = (64, 128)
 
 
 def model_spec(model: ModelConfig) -> ModelSpec:
@@ -54,9 +57,30 @@ def validate_layout(config: RunConfig, spec: ModelSpec) -> None:
         require(
             not config.sft.steps or warm_up == 0.0, f"sft.aux_loss_coef={warm_up}", f"{spec.architecture} has no experts; use 0"
         )
+    if spec.delta_net is not None:
+        _validate_delta_net(config, spec.delta_net)
     positions = spec.max_positions
     length = config.rollout.max_model_len
     require(length <= positions, f"rollout.max_model_len={length}", f"the model has {positions} positions")
+
+
+def _validate_delta_net(config: RunConfig, sizes: DeltaNetSpec) -> None:
+    """What vLLM's CPU kernel for GatedDeltaNet can do; a server by URL may run on anything."""
+    cuda = config.device is Device.cuda or (config.device is Device.auto and torch.cuda.is_available())
+    if cuda or config.rollout.placement is not Placement.owned:
+        return
+    dtype = config.rollout.dtype
+    require(
+        dtype is DType.bfloat16,
+        f"rollout.dtype={dtype.value}",
+        "vLLM computes GatedDeltaNet on a CPU in bfloat16; use that",
+    )
+    heads = (sizes.k_head_dim, sizes.v_head_dim)
+    require(
+        all(head in CPU_DELTA_NET_HEADS for head in heads),
+        f"GatedDeltaNet heads of {heads}",
+        f"vLLM's CPU kernel takes {CPU_DELTA_NET_HEADS} only; use a GPU or a server (rollout=url)",
+    )
 
 
 def validate_reference(kl: KlConfig, spec: ModelSpec) -> None:

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from mcore_rl.sync.digest import Region
@@ -27,7 +28,7 @@ from mcore_rl.sync.digest import Region
 class Piece:
     """A region of a Hugging Face tensor and its address in the engine.
 
-    source: `linear`, `param`, `w13` or `w2`; param: the parameter's name for `param`. rows: of the engine's matrix
+    source: `linear`, `conv`, `param`, `w13` or `w2`; param: the parameter's name for `param`. rows: of the engine's matrix
     (None: all). expert: index into the engine's stacked experts.
     """
 
@@ -48,6 +49,7 @@ class Entry:
 
 
 Layout = dict[str, Entry]
+ShardId = str | int | tuple[int, ...]
 
 
 def describe(model: nn.Module) -> Layout:
@@ -55,10 +57,16 @@ def describe(model: nn.Module) -> Layout:
     names = HfNames(model)
     layout: Layout = {}
     tied: dict[int, str] = {}
+    convolutions: dict[str, QwenGatedDeltaNetAttention] = {}
     for path, module in model.named_modules():
         if not any(True for _ in module.parameters(recurse=False)):
             continue
-        if isinstance(module, VocabParallelEmbedding):
+        if isinstance(module, QwenGatedDeltaNetAttention):
+            convolutions[f"{path}.conv1d"] = module
+            _add_delta_net(layout, module, path, names.plain(path))
+        elif path in convolutions:
+            _add_convolution(layout, convolutions[path], path, names.plain(path))
+        elif isinstance(module, VocabParallelEmbedding):
             _add_vocab(layout, module, path, tied.setdefault(id(module.weight), f"{names.plain(path)}.weight"))
         elif isinstance(module, RoutedExperts):
             _add_experts(layout, module, path, names.plain(path))
@@ -73,10 +81,13 @@ class HfNames:
     """Engine module path -> Hugging Face module path, by inverting the model's own mapper."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Read the mapper from the model's class."""
+        """Read the mappers: prefixes are the whole model's, fused layers may be known to an inner one only."""
         mapper = getattr(model, "hf_to_vllm_mapper", None)
-        self._stacked = dict(mapper.orig_to_new_stacked) if mapper else {}
-        self._prefixes = {new: old for old, new in mapper.orig_to_new_prefix.items() if new} if mapper else {}
+        inner = [getattr(module, "hf_to_vllm_mapper", None) for module in model.modules()]
+        self._stacked = {old: new for found in inner if found for old, new in found.orig_to_new_stacked.items()}
+        # `model.language_model.` -> `model.` only accepts a second spelling: the engine's own is a Hugging Face name too.
+        prefixes = mapper.orig_to_new_prefix.items() if mapper else ()
+        self._prefixes = {new: old for old, new in prefixes if new and not old.startswith(new)}
 
     def plain(self, path: str) -> str:
         """The path with the engine's own prefixes undone."""
@@ -85,7 +96,7 @@ class HfNames:
                 return old + path.removeprefix(new)
         return path.removesuffix(".routed_experts")
 
-    def shards(self, path: str) -> dict[str | int, str]:
+    def shards(self, path: str) -> dict[ShardId, str]:
         """Shard id -> HF path of a layer that fuses several HF tensors. ValueError when the mapper does not know it."""
         found = {shard: path.removesuffix(new) + old for old, (new, shard) in self._stacked.items() if path.endswith(new)}
         if not found:
@@ -145,12 +156,8 @@ def _linear_parts(module: LinearBase, path: str, names: HfNames) -> list[tuple[s
     """(HF path, full output size, sharded dim, start, length, first engine row) of every HF tensor in the layer."""
     if isinstance(module, QKVParallelLinear):
         return _qkv_parts(module, names.shards(path))
-    if isinstance(module, MergedColumnParallelLinear):
-        shards = names.shards(path)
-        sizes = [size // module.tp_size for size in module.output_sizes]
-        return [
-            (shards[i], size * module.tp_size, 0, module.tp_rank * size, size, sum(sizes[:i])) for i, size in enumerate(sizes)
-        ]
+    if isinstance(module, MergedColumnParallelLinear) and len(module.output_sizes) > 1:
+        return _merged_parts(module, names.shards(path))
     plain = names.plain(path)
     if isinstance(module, RowParallelLinear):
         length = module.input_size_per_partition
@@ -161,7 +168,40 @@ def _linear_parts(module: LinearBase, path: str, names: HfNames) -> list[tuple[s
     return [(plain, module.output_size, 0, 0, module.output_size, 0)]
 
 
-def _qkv_parts(module: QKVParallelLinear, shards: dict[str | int, str]) -> list[tuple[str, int, int, int, int, int]]:
+def _merged_parts(module: MergedColumnParallelLinear, shards: dict[ShardId, str]) -> list[tuple[str, int, int, int, int, int]]:
+    """A Hugging Face tensor may be several outputs of the layer in a row: each is a region of its own."""
+    parts: list[tuple[str, int, int, int, int, int]] = []
+    for shard, path in shards.items():
+        outputs = shard if isinstance(shard, tuple) else (int(shard),)
+        full, before = sum(module.output_sizes[output] for output in outputs), 0
+        for output in outputs:
+            length = module.output_sizes[output] // module.tp_size
+            row = sum(module.output_sizes[:output]) // module.tp_size
+            parts.append((path, full, 0, before + module.tp_rank * length, length, row))
+            before += module.output_sizes[output]
+    return parts
+
+
+def _add_delta_net(layout: Layout, module: QwenGatedDeltaNetAttention, path: str, hf_path: str) -> None:
+    """A_log and dt_bias: a rank holds those of its heads."""
+    for name, parameter in module.named_parameters(recurse=False):
+        count = parameter.shape[0]
+        region = Region(parameter.dtype, 0, module.tp_rank * count, count)
+        _add(layout, f"{hf_path}.{name}", (count * module.tp_size,), Piece(region, path, "param", param=name))
+
+
+def _add_convolution(layout: Layout, owner: QwenGatedDeltaNetAttention, path: str, hf_path: str) -> None:
+    """[q, k, v channels, 1, taps]: a rank holds its heads' channels of each section."""
+    dtype, row, before = owner.conv1d.weight.dtype, 0, 0
+    shape = (owner.conv_dim, 1, owner.conv_kernel_size)
+    for section in (owner.key_dim, owner.key_dim, owner.value_dim):
+        length = section // owner.tp_size
+        region = Region(dtype, 0, before + owner.tp_rank * length, length)
+        _add(layout, f"{hf_path}.weight", shape, Piece(region, path, "conv", rows=(row, length)))
+        row, before = row + length, before + section
+
+
+def _qkv_parts(module: QKVParallelLinear, shards: dict[ShardId, str]) -> list[tuple[str, int, int, int, int, int]]:
     q, k, v = (
         module.num_heads * module.head_size,
         module.num_kv_heads * module.head_size,

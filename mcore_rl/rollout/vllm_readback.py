@@ -7,12 +7,12 @@ permutation that the packing routine itself reveals on integer codes. Runs insid
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
-from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm._custom_ops import causal_conv1d_weight_pack, cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
@@ -73,9 +73,14 @@ class _Reader:
             return module.get_parameter(piece.param)
         key = (piece.module, piece.source)
         if self._matrix is None or self._last != key:
-            self._matrix = linear_matrix(module) if piece.source == "linear" else expert_matrices(module, piece.source)
-            self._last = key
+            self._matrix, self._last = _matrix_of(module, piece.source), key
         return self._matrix
+
+
+def _matrix_of(module: nn.Module, source: str) -> Tensor:
+    if source == "linear":
+        return linear_matrix(module)
+    return convolution_weight(module) if source == "conv" else expert_matrices(module, source)
 
 
 def linear_matrix(layer: nn.Module) -> Tensor:
@@ -93,6 +98,17 @@ def linear_matrix(layer: nn.Module) -> Tensor:
         unit[torch.arange(count), torch.arange(start, start + count)] = 1
         columns.append(_apply(layer, unit))
     return torch.cat(columns).t().contiguous()
+
+
+def convolution_weight(layer: nn.Module) -> Tensor:
+    """[channels, 1, taps] of a GatedDeltaNet's convolution. Some CPUs keep it packed, in an order that packing reveals."""
+    weight = layer.get_parameter("weight")
+    plain = vars(layer).get("_cpu_unpacked_conv_weight")
+    if plain is None:
+        return weight
+    order = _permutation(lambda codes: causal_conv1d_weight_pack(codes.view(weight.dtype).view(plain.shape)), plain.numel(), 2)
+    flat = weight.flatten()
+    return torch.empty_like(flat).index_copy_(0, order, flat).view(plain.shape).unsqueeze(1)
 
 
 def input_width(layer: LinearBase | ParallelLMHead) -> int:
@@ -137,18 +153,19 @@ def unpack(packed: Tensor, isa: str) -> Tensor:
 @lru_cache(maxsize=64)
 def packing_order(rows: int, columns: int, isa: str, dtype: torch.dtype) -> Tensor:
     """int64 [rows * columns]: packed position p holds element order[p]. Found by packing integer codes."""
-    count = rows * columns
+    return _permutation(
+        lambda codes: cpu_prepack_moe_weight(codes.view(dtype).view(1, rows, columns), isa), rows * columns, dtype.itemsize
+    )
+
+
+def _permutation(pack: Callable[[Tensor], Tensor], count: int, itemsize: int) -> Tensor:
+    """What `pack` does to `count` numbers of 4 or 2 bytes: result position p holds element [p]. RuntimeError if it loses any."""
     codes = torch.arange(count)
-    if dtype.itemsize == 4:
-        order = _pack_codes(codes.int(), rows, columns, isa, dtype)
+    if itemsize == 4:
+        order = pack(codes.int()).view(torch.int32).flatten().long()
     else:
-        low, high = (_pack_codes(part.short(), rows, columns, isa, dtype) & 0xFFFF for part in (codes & 0xFFFF, codes >> 16))
-        order = low + (high << 16)
+        parts = [pack(part.short()).view(torch.int16).flatten().long() & 0xFFFF for part in (codes & 0xFFFF, codes >> 16)]
+        order = parts[0] + (parts[1] << 16)
     if not torch.equal(order.sort().values, codes):
-        raise RuntimeError(f"vLLM's expert packing for {isa} {rows}x{columns} {dtype} is no permutation: it cannot be read back")
+        raise RuntimeError(f"vLLM's packing of {count} weights is no permutation: it cannot be read back")
     return order
-
-
-def _pack_codes(codes: Tensor, rows: int, columns: int, isa: str, dtype: torch.dtype) -> Tensor:
-    packed = cpu_prepack_moe_weight(codes.view(dtype).view(1, rows, columns), isa)
-    return packed.view(codes.dtype).flatten().long()
