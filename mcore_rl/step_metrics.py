@@ -11,8 +11,9 @@ from torch import Tensor
 
 from mcore_rl.algorithms.group_stats import group_statistics
 from mcore_rl.batching import RolloutBatch, scored_positions
+from mcore_rl.config.algorithm import AlgorithmConfig, Clip, RatioLevel
 from mcore_rl.rewards.statistics import component_statistics, failure_counts
-from mcore_rl.telemetry.mismatch import delta_statistics
+from mcore_rl.telemetry.mismatch import delta_statistics, outside_clip_frac
 from mcore_rl.types import Completion, Prompt, RoutingLayer, Score, SyncReport, TrainBatch, UpdateReport
 
 Metrics = dict[str, float | list[float]]
@@ -31,13 +32,16 @@ class StepOutcome:
     synced: SyncReport
 
 
-def step_metrics(outcome: StepOutcome, seconds: Mapping[str, float]) -> Metrics:
-    """All metrics of a step. Group statistics are on the task reward, before any filter or control."""
+def step_metrics(outcome: StepOutcome, seconds: Mapping[str, float], algorithm: AlgorithmConfig | None = None) -> Metrics:
+    """All metrics of a step. Group statistics are on the task reward, before any filter or control.
+
+    algorithm: its clip tells which share of the ratios the mismatch alone would clip; not logged without it.
+    """
     metrics: Metrics = {"version": float(outcome.synced.version)}
     metrics.update(_group_metrics(outcome))
     metrics.update(_response_metrics(outcome))
     metrics.update(outcome.rollout.facts)
-    metrics.update(_delta_metrics(outcome))
+    metrics.update(_delta_metrics(outcome, algorithm))
     metrics.update(_update_metrics(outcome.reports))
     metrics.update(_routing_metrics(outcome.reports[0].routing))
     metrics.update(_sync_metrics(outcome.synced))
@@ -79,7 +83,7 @@ def _response_metrics(outcome: StepOutcome) -> dict[str, float]:
     }
 
 
-def _delta_metrics(outcome: StepOutcome) -> dict[str, float]:
+def _delta_metrics(outcome: StepOutcome, algorithm: AlgorithmConfig | None) -> dict[str, float]:
     old: list[Tensor] = []
     sampler: list[Tensor] = []
     mask: list[Tensor] = []
@@ -89,7 +93,12 @@ def _delta_metrics(outcome: StepOutcome) -> dict[str, float]:
         old.extend(old_logprobs(update, report))
         sampler.extend(update.sampler_logprobs)
         mask.extend(update.tokens.loss_mask)
-    return delta_statistics(old, sampler, mask)
+    found = delta_statistics(old, sampler, mask)
+    if algorithm is None or algorithm.clip not in (Clip.two_sided, Clip.dual):
+        return found
+    per_sequence = algorithm.ratio_level is not RatioLevel.token
+    band = (algorithm.clip_low, algorithm.clip_high)
+    return {**found, "mismatch_outside_clip_frac": outside_clip_frac(old, sampler, mask, band, per_sequence=per_sequence)}
 
 
 def _update_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
