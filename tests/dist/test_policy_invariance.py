@@ -19,6 +19,8 @@ from parallel.packing import DUMMY, pack_micro_batch
 
 ONE = ParallelLayout()
 TWO = ParallelLayout(world=2)
+CP2 = ParallelLayout(world=2, cp=2)
+CP2_DP2 = ParallelLayout(world=4, cp=2)
 SGD = {"sgd": 0.1}
 
 
@@ -52,29 +54,55 @@ def take(batch, order):
     )
 
 
-@pytest.mark.parametrize("options", [{"tokens_per_micro_batch": 34}, {"tokens_per_micro_batch": 1000}, {"multiple": 16}], ids=str)
-def test_micro_batch_size_and_padding(ranks, folder, batch, expected, options):
-    (got,) = ranks.run(policy_ranks.one_update, ONE, folder, batch, {**SGD, **options})
-    policy_ranks.assert_same_gradients(got, expected)
-    policy_ranks.assert_same_updates(got, expected)
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        (ONE, {"tokens_per_micro_batch": 34}),
+        (ONE, {"tokens_per_micro_batch": 1000}),
+        (ONE, {"multiple": 16}),
+        (CP2, {"tokens_per_micro_batch": 36}),
+        (CP2_DP2, {"tokens_per_micro_batch": 1000}),
+    ],
+    ids=str,
+)
+def test_micro_batch_size_and_padding(ranks, folder, batch, expected, layout, options):
+    for got in ranks.run(policy_ranks.one_update, layout, folder, batch, {**SGD, **options}):
+        policy_ranks.assert_same_gradients(got, expected)
+        policy_ranks.assert_same_updates(got, expected)
+        for name in ("tokens", "clip_frac", "ratio_mean", "policy_entropy_nats"):
+            assert got["metrics"][name] == pytest.approx(expected["metrics"][name], rel=1e-5)
+        for ours, theirs in zip(got["routing"], expected["routing"], strict=True):
+            assert (ours["tokens"], ours["load_E"]) == (theirs["tokens"], theirs["load_E"])
 
 
-def test_order_of_the_batch(ranks, folder, batch, expected):
+@pytest.mark.parametrize("layout", [ONE, CP2], ids=str)
+def test_order_of_the_batch(ranks, folder, batch, expected, layout):
     order = [5, 2, 7, 0, 1, 6, 3, 4]
-    (got,) = ranks.run(policy_ranks.one_update, ONE, folder, take(batch, order), SGD)
+    got = ranks.run(policy_ranks.one_update, layout, folder, take(batch, order), SGD)[0]
     policy_ranks.assert_same_gradients(got, expected)
     for place, index in enumerate(order):
         torch.testing.assert_close(got["logprobs"][place], expected["logprobs"][index], rtol=0, atol=1e-5)
 
 
-def test_more_ranks_than_sequences(ranks, folder, batch):
+@pytest.mark.parametrize("layout", [TWO, CP2_DP2], ids=str)
+def test_more_ranks_than_sequences(ranks, folder, batch, layout):
     """One sequence on two data-parallel ranks: the other runs a dummy micro-batch that weighs nothing."""
     one = take(batch, [4])
     (alone,) = ranks.run(policy_ranks.one_update, ONE, folder, one, SGD)
-    for got in ranks.run(policy_ranks.one_update, TWO, folder, one, SGD):
+    for got in ranks.run(policy_ranks.one_update, layout, folder, one, SGD):
         policy_ranks.assert_same_gradients(got, alone)
-        assert got["metrics"]["ratio_mean"] == alone["metrics"]["ratio_mean"]
+        assert got["metrics"]["ratio_mean"] == pytest.approx(alone["metrics"]["ratio_mean"], rel=1e-6)
         assert [layer["tokens"] for layer in got["routing"]] == [14] * 4
+
+
+def test_auxiliary_loss_of_a_row_that_ranks_share(ranks, folder, batch):
+    """Its load is that of the whole row, wherever the row's tokens are; one row, so that both layouts cut alike."""
+    options = {**SGD, "aux_loss_coef": 0.5, "tokens_per_micro_batch": 1000}
+    (alone,) = ranks.run(policy_ranks.one_update, ONE, folder, batch, options)
+    (without,) = ranks.run(policy_ranks.one_update, ONE, folder, batch, {**options, "aux_loss_coef": 0.0})
+    assert abs(alone["grad_norm"] - without["grad_norm"]) > 1e-3 * without["grad_norm"]
+    for got in ranks.run(policy_ranks.one_update, CP2, folder, batch, options):
+        policy_ranks.assert_same_gradients(got, alone)
 
 
 def packed_and_alone(groups, device, folder, tokens):
@@ -105,11 +133,10 @@ def test_neighbours_in_a_row_are_not_seen(ranks, folder, batch):
 def noisy_padding(groups, device, folder, batch):
     """The same update with other token ids in the padding segments."""
 
-    def pack(token_ids, indices, *, multiple=1):
-        row = pack_micro_batch(token_ids, indices, multiple=multiple)
-        padding = torch.tensor(row.segments)[row.segment_of_token] == DUMMY
-        assert padding.any()
-        return replace(row, token_ids=torch.where(padding, 17 + 3 * torch.arange(row.num_tokens), row.token_ids))
+    def pack(token_ids, indices, **multiples):
+        row = pack_micro_batch(token_ids, indices, **multiples)
+        assert DUMMY in row.segments and not row.real.all()
+        return replace(row, token_ids=torch.where(row.real, row.token_ids, 17 + 3 * torch.arange(row.num_tokens)))
 
     original, policy_rows.pack_micro_batch = policy_rows.pack_micro_batch, pack
     try:
@@ -118,8 +145,10 @@ def noisy_padding(groups, device, folder, batch):
         policy_rows.pack_micro_batch = original
 
 
-def test_content_of_padding(ranks, folder, batch, expected):
-    (got,) = ranks.run(noisy_padding, ONE, folder, batch)
+@pytest.mark.parametrize("layout", [ONE, CP2], ids=str)
+def test_content_of_padding(ranks, folder, batch, expected, layout):
+    """Under context parallelism every sequence has padding of its own behind it, in its segment."""
+    got = ranks.run(noisy_padding, layout, folder, batch)[0]
     policy_ranks.assert_same_gradients(got, expected)
     assert [layer["load_E"] for layer in got["routing"]] == [layer["load_E"] for layer in expected["routing"]]
 
@@ -237,8 +266,3 @@ def test_freeze_leaves_the_gate_alone(ranks, folder, batch):
 def test_train_pass_belongs_to_update(ranks, folder, batch):
     with pytest.raises(AssertionError, match="logprobs\\(pass_name=train\\)"):
         ranks.run(policy_ranks.scoring, ONE, folder, batch.tokens, Pass.TRAIN)
-
-
-def test_context_parallelism_is_refused(ranks, folder):
-    with pytest.raises(AssertionError, match="cp"):
-        ranks.run(policy_ranks.scoring, ParallelLayout(world=2, cp=2), folder, rollouts().tokens, Pass.EVAL)
