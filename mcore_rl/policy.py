@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mcore_rl.algorithms.losses import LossFunction
 from mcore_rl.config.schema import OptimizerConfig
+from mcore_rl.policy_logits import LastLogits
 from mcore_rl.policy_metrics import UpdateSums, routing_layers
 from mcore_rl.policy_routes import RouteTable, check_batch_routes, check_replayed, coverage
 from mcore_rl.policy_rows import BatchValues, PolicyRow, RowPlan, count_tokens, row_logprobs
@@ -105,6 +106,28 @@ class MegatronPolicy:
             check_replayed(self._routing_sums(pass_name), batch, self._spec)
         take_routing(self._chunks, pass_name.value)
         return replace(values.gather(), routes=self._recorded(batch, rows, pass_name))
+
+    def last_logits(self, token_ids: Sequence[Tensor]) -> Tensor:
+        """fp32 [B, vocabulary] on every rank: logits, temperature 1, of the token after each of B sequences; no gradient.
+
+        The whole of every sequence is computed. Collective.
+        """
+        nothing = tuple(torch.zeros(ids.shape, dtype=torch.bool) for ids in token_ids)
+        tokens = TokenBatch(tuple(token_ids), nothing, tuple(str(index) for index in range(len(token_ids))))
+        table = LastLogits(len(tokens), self._spec.vocab_size, self._groups.at, self._device)
+
+        def step(micro_batch: PolicyRow, chunk: nn.Module) -> tuple[Tensor, Any]:
+            output = self._forward(chunk, micro_batch, Pass.EVAL, batch_tokens=None)
+
+            def finish(hidden: Tensor) -> tuple[None, None]:
+                table.put(micro_batch, hidden, output_weight(chunk))
+                return None, None
+
+            return output, finish
+
+        self._run(self._plan.rows(tokens), step, forward_only=True)
+        take_routing(self._chunks, Pass.EVAL.value)
+        return table.gather()
 
     def update(self, batch: TrainBatch) -> UpdateReport:
         """One optimizer step on the batch.
@@ -207,7 +230,7 @@ class MegatronPolicy:
         recording = self._router.replay_from == "old" and self._router.mode == "replay"
         if not recording or pass_name is not Pass.OLD or tokens.routes is not None:
             return None
-        table = RouteTable(tokens, self._spec, self._groups, self._device)
+        table = RouteTable(tokens, self._spec, self._groups.layout, self._groups.at, self._device)
         table.put({row.index: (row.packed, row.part) for row in rows}, take_routes(self._chunks))
         return table.gather()
 

@@ -15,7 +15,7 @@ from mcore_rl.types import TokenBatch
 from models.router_policy import RoutingSums
 from models.routes import Routes, route_dtype
 from models.spec import ModelSpec
-from parallel.groups import ProcessGroups
+from parallel.layout import Coordinates, ParallelLayout
 from parallel.packing import PackedMicroBatch
 
 
@@ -68,13 +68,15 @@ def check_replayed(sums: RoutingSums, tokens: TokenBatch, spec: ModelSpec) -> No
 class RouteTable:
     """Collects what the routers of all ranks recorded in one pass over a batch."""
 
-    def __init__(self, tokens: TokenBatch, spec: ModelSpec, groups: ProcessGroups, device: torch.device) -> None:
-        """Nothing recorded yet. ValueError for a dense model."""
+    def __init__(
+        self, tokens: TokenBatch, spec: ModelSpec, layout: ParallelLayout, at: Coordinates, device: torch.device
+    ) -> None:
+        """Nothing recorded yet. at: this rank's place. ValueError for a dense model."""
         if spec.moe is None:
             raise ValueError(f"routes of {spec.architecture}: it has no experts")
         self._layers = expert_layers(spec)
         self._lengths = [ids.numel() for ids in tokens.token_ids]
-        self._groups = groups
+        self._parts, self._part = (layout.tp, at.tp) if layout.sp else (1, 0)
         # uint8 or int32: gloo sends no int16.
         self._dtype = route_dtype(spec.moe.num_experts)
         sent = torch.uint8 if self._dtype is torch.uint8 else torch.int32
@@ -94,8 +96,7 @@ class RouteTable:
 
     def _mine(self, part: Tensor) -> Tensor:
         """With sequence parallelism a tensor-parallel rank's routers see their slice of the row."""
-        layout = self._groups.layout
-        return part.chunk(layout.tp)[self._groups.at.tp] if layout.sp else part
+        return part.chunk(self._parts)[self._part]
 
     def gather(self) -> tuple[Routes, ...]:
         """The whole batch's routes on every rank, every token known. Collective; each was put on exactly one rank."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LARGEST_UINT8_EXPERTS = 256
+from models.routes import LARGEST_UINT8_EXPERTS
 
 
 class RouteCapture:
