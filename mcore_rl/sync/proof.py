@@ -54,8 +54,10 @@ def check_coverage(engine: str, received: Sequence[str], metadata: Sequence[Tens
 
 
 def region_digests(tensor: Tensor, entry: Mapping[str, Any]) -> list[str]:
-    """Digest of each region of a trainer tensor, as the engine should report it."""
-    return [content_digest(tensor, Region.from_json(row)) for row in entry["regions"]]
+    """Digest of each region of a trainer tensor, as the engines should report it; equal regions are hashed once."""
+    rows = [tuple(row) for row in entry["regions"]]
+    known = {row: content_digest(tensor, Region.from_json(row)) for row in set(rows)}
+    return [known[row] for row in rows]
 
 
 def readback_names(metadata: Sequence[TensorMeta], sync_index: int, every: int) -> list[str]:
@@ -95,6 +97,12 @@ def check_probe(engine: str, result: ProbeResult, limit_nats: float) -> None:
             f"{engine}: probe log-probs differ by up to {result.max_nats:.3g} nats (mean {result.mean_nats:.3g});"
             f" sync.probe_max_nats={limit_nats:g}"
         )
+
+
+def check_version(before: int, after: int) -> None:
+    """The policy took no optimizer step while it was being sent (WeightMismatch): the engine would hold parts of both."""
+    if before != after:
+        raise WeightMismatch(f"weights: the policy went from version {before} to {after} during the sync; sync between steps")
 
 
 def _some(names: Sequence[str]) -> str:

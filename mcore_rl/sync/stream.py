@@ -89,6 +89,9 @@ def _write(
     slots = {slot.meta.name: slot for slot in bucket.slots}
     digests: dict[str, str] = {}
     for name, tensor in source.bucket(bucket.names):
+        if name not in slots or name in digests:
+            problem = "twice" if name in digests else f"unasked; bucket {bucket.index} starts with {bucket.names[0]}"
+            raise WeightMismatch(f"weights: the policy handed out {name} {problem}")
         meta = slots[name].meta
         if name not in held:
             continue

@@ -21,6 +21,11 @@ class VllmSource(VllmWeightSource):
         """Wrap `source`."""
         self._source = source
 
+    @property
+    def version(self) -> int:
+        """Optimizer steps behind these weights: the label to set once an engine has proved them."""
+        return self._source.version
+
     def metadata(self) -> list[ParamMeta]:
         """Every tensor of the whole model in iteration order."""
         return [ParamMeta(meta.name, meta.dtype, meta.shape) for meta in self._source.metadata()]
