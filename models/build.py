@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
+from models.delta_net_kernel import check_kernel
 from models.layer_spec import block_spec, resolve_impl
 from models.ownership import layers_of
 from models.parameters import canonical_parameters, unwrapped
@@ -44,6 +45,8 @@ def check_buildable(spec: ModelSpec, layout: ParallelLayout, options: BuildOptio
         raise ValueError(f"router.mode = {options.router.mode} needs a mixture-of-experts model; {spec.architecture} is dense")
     if spec.moe is not None and spec.moe.top_k == 1 and spec.moe.norm_topk_prob:
         raise ValueError("num_experts_per_tok = 1 with norm_topk_prob = true gives the router no gradient; it is not supported")
+    if spec.delta_net is not None and options.device.type == "cuda":
+        check_kernel(options.device)
 
 
 def transformer_config(spec: ModelSpec, layout: ParallelLayout, options: BuildOptions) -> TransformerConfig:

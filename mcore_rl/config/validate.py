@@ -19,6 +19,7 @@ from mcore_rl.data.build import BuiltTask, build_task
 from mcore_rl.data_gate import gate_band
 from mcore_rl.rewards.user_reward import UserReward
 from mcore_rl.types import Prompt
+from models.delta_net_kernel import check_kernel
 
 
 def validate(config: RunConfig, stage: str = "train", *, local_ranks: int | None = None) -> None:
@@ -33,6 +34,8 @@ def validate(config: RunConfig, stage: str = "train", *, local_ranks: int | None
     _device(config, local_ranks)
     spec = model_spec(config.model)
     validate_layout(config, spec)
+    if spec.delta_net is not None and config.device is not Device.cpu and torch.cuda.is_available():
+        check_kernel(torch.device("cuda"))
     if stage == "train":
         validate_reference(config.algorithm.kl, spec)
     tokenizer = model_tokenizer(config.model, spec)
