@@ -43,8 +43,8 @@ fmt: env  ## format and sort imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: env  ## a GSPO step against TRL's, checkpoint conversion, log-probs against plain logits, packing
-	@$(BIN)/python tools/run_tests.py bench bench_convert bench_logprob bench_packing
+bench: env  ## a GSPO step against TRL's, checkpoint conversion, log-probs against plain logits, packing, the weight sync
+	@$(BIN)/python tools/run_tests.py bench bench_convert bench_logprob bench_packing bench_sync
 
 soak: env  ## long runs (none yet)
 	@$(BIN)/python tools/run_tests.py soak
@@ -52,7 +52,7 @@ soak: env  ## long runs (none yet)
 parity: env  ## table of families x layouts: logits, log-probs, gradients; packed and padded
 	@$(BIN)/python tools/run_tests.py parity
 
-chaos: env  ## engines killed in generation and in a sync, slow starts, orphans
+chaos: env  ## faults of the weight sync, one by one, as a table; engines killed in generation and in a sync, orphans
 	@$(BIN)/python tools/run_tests.py chaos
 
 clean:  ## remove environments and caches; runs/ and the wheel cache stay

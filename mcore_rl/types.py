@@ -239,7 +239,11 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One proved sync: what was sent, what was read back from the engine, and how long it took."""
+    """One proved sync: what was sent, what was read back from the engine, and how long it took.
+
+    probe_*: |trainer - engine| over the probe's tokens. floor_*: the same at the session's first sync, when the engine had
+    started on these very weights: what the two sides' kernels alone make of it.
+    """
 
     version: int
     tensors: int
@@ -249,3 +253,5 @@ class SyncReport:
     probe_max_nats: float
     probe_mean_nats: float
     seconds: dict[str, float] = field(default_factory=dict)
+    floor_max_nats: float = math.nan
+    floor_mean_nats: float = math.nan

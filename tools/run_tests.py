@@ -6,6 +6,7 @@ exist yet says so and fails: nothing is claimed that is not there.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -25,17 +26,25 @@ TESTS = {
     "unit": ("tests/unit",),
     "dist": ("tests/dist",),
     "engine": ("tests/engine",),
-    "chaos": ("tests/engine/test_when_engines_die.py",),
+    "chaos": (
+        "tests/engine/test_sync_faults.py",
+        "tests/unit/test_sync_deaths.py",
+        "tests/unit/test_sync_url_faults.py",
+        "tests/engine/test_when_engines_die.py",
+    ),
     "soak": ("tests/soak",),
 }
 SCRIPTS = {
     "parity": "tools/parity.py",
     "bench": "tools/bench.py",
     "bench_convert": "tools/bench_convert.py",
+    "bench_sync": "tools/bench_sync.py",
     "bench_logprob": "tools/bench_logprob.py",
     "bench_packing": "tools/bench_packing.py",
 }
 WIDTH = 78
+FAULT_TABLE = ROOT / "runs" / "chaos" / "faults.jsonl"
+FEWEST_FAULTS = 30
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,24 @@ def run_section(section: str) -> bool:
     if missing:
         print(f"{section}: nothing to run yet, {', '.join(missing)} does not exist")
         return False
+    if section == "chaos":
+        return chaos(targets)
     return pytest(targets) if section in TESTS else run(["python", *targets])
+
+
+def chaos(targets: tuple[str, ...]) -> bool:
+    """Break syncs and engines; every fault a test saw caught is a row of the table. Too few rows are a failure."""
+    FAULT_TABLE.parent.mkdir(parents=True, exist_ok=True)
+    FAULT_TABLE.unlink(missing_ok=True)
+    os.environ["MCORE_RL_FAULT_TABLE"] = str(FAULT_TABLE)
+    passed = pytest(targets)
+    lines = FAULT_TABLE.read_text(encoding="utf-8").splitlines() if FAULT_TABLE.exists() else []
+    rows = {row["fault"]: row for row in map(json.loads, lines)}
+    print(f"\n{'fault':72s} {'caught by':14s} seconds")
+    for row in rows.values():
+        print(f"{row['fault']:72s} {row['caught']:14s} {row['seconds']:7.2f}")
+    print(f"{len(rows)} distinct faults, each caught and named; at least {FEWEST_FAULTS} are asked; rows: {FAULT_TABLE}")
+    return passed and len(rows) >= FEWEST_FAULTS
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mcore_rl.config.schema import RolloutConfig, SyncConfig
+from mcore_rl.config.schema import DType, RolloutConfig, SyncConfig
 from mcore_rl.rollout.engine_args import engine_arguments, engine_environment
 from mcore_rl.rollout.vllm_engine import VllmEngine
 from mcore_rl.rollout.vllm_owned import OwnedLink
@@ -31,14 +31,22 @@ class Trained:
     link: OwnedLink
     models: dict[str, PreTrainedModel]
     probe: list[list[int]]
+    probe_max_nats: float = 1e-4
+    fresh: list[list[float]] = field(default_factory=list)
     session: WeightSync = field(init=False)
 
     def __post_init__(self) -> None:
         self.renew()
 
+    def ready(self) -> Trained:
+        """Started; `fresh` is what the engine says of the probe before anything was synced."""
+        self.engine.wait_ready()
+        self.fresh = self.engine.score(self.probe)
+        return self
+
     def renew(self, **overrides: Any) -> WeightSync:
         """A fresh session, whose first sync reads everything back."""
-        config = SyncConfig(**{"bucket_bytes": 100_000, "probe_max_nats": 1e-4} | overrides)
+        config = SyncConfig(**{"bucket_bytes": 100_000, "probe_max_nats": self.probe_max_nats} | overrides)
         self.session = WeightSync(self.engine, config, probe_sequences=self.probe)
         return self.session
 
@@ -63,9 +71,11 @@ class Trained:
         self.link.rpc("mcore_heal", [])
 
 
-def start(folder: Path, config: Any, rollout: RolloutConfig, **arguments: Any) -> Trained:
+def start(
+    folder: Path, config: Any, rollout: RolloutConfig, *, std: float = 0.1, probe_max_nats: float = 1e-4, **arguments: Any
+) -> Trained:
     """Save model `a` of this architecture, start an engine on it, and keep `a` and `b` as trainer weights."""
-    models = {"a": hf_trainer.build(config, seed=1), "b": hf_trainer.build(config, seed=2)}
+    models = {"a": hf_trainer.build(config, seed=1, std=std), "b": hf_trainer.build(config, seed=2, std=std)}
     path = hf_trainer.save(models["a"], folder / "model")
     environment = engine_environment(rollout, device="cpu")
     environment["PYTHONPATH"] = f"{HERE}:{environment['PYTHONPATH']}"
@@ -77,7 +87,7 @@ def start(folder: Path, config: Any, rollout: RolloutConfig, **arguments: Any) -
         request_timeout_s=200,
     )
     engine = VllmEngine(link, max_model_len=rollout.max_model_len)
-    return Trained(engine, link, models, hf_trainer.sequences(config.vocab_size))
+    return Trained(engine, link, models, hf_trainer.sequences(config.vocab_size), probe_max_nats)
 
 
 @pytest.fixture(scope="session")
@@ -100,15 +110,13 @@ def starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tra
 @pytest.fixture(scope="session")
 def moe_ready(starting: dict[str, Trained]) -> Trained:
     """Once per session: the MoE engine has started."""
-    starting["moe"].engine.wait_ready()
-    return starting["moe"]
+    return starting["moe"].ready()
 
 
 @pytest.fixture(scope="session")
 def dense_ready(starting: dict[str, Trained]) -> Trained:
     """Once per session: the dense engine has started."""
-    starting["dense"].engine.wait_ready()
-    return starting["dense"]
+    return starting["dense"].ready()
 
 
 @pytest.fixture
@@ -125,3 +133,22 @@ def dense(dense_ready: Trained) -> Iterator[Trained]:
     dense_ready.renew()
     yield dense_ready
     dense_ready.heal()
+
+
+@pytest.fixture(scope="session")
+def hybrid_ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """A hybrid in bfloat16; the trainer's weights are float32. (vLLM's Qwen3.5 needs torchvision; Qwen3-Next does not.)"""
+    torch.set_num_threads(1)
+    rollout = RolloutConfig(max_num_seqs=32, dtype=DType.bfloat16)
+    folder = tmp_path_factory.mktemp("hybrid")
+    trained = start(folder, hf_trainer.hybrid_config(), rollout, std=0.05, probe_max_nats=0.2)
+    yield trained.ready()
+    trained.engine.close()
+
+
+@pytest.fixture
+def hybrid(hybrid_ready: Trained) -> Iterator[Trained]:
+    """The hybrid engine with a fresh session; damage ends with the test."""
+    hybrid_ready.renew()
+    yield hybrid_ready
+    hybrid_ready.heal()

@@ -16,7 +16,7 @@ class DamageExtension(WorkerExtension):
     """`mcore_break(kind, name)` until `mcore_heal()`."""
 
     def mcore_break(self, kind: str, name: str) -> dict[str, Any]:
-        """kind: without (a patch), or what the loader does to tensor `name`: drop, zero, transpose, nudge, keep_old."""
+        """kind: without (a patch), or what the loader does to tensor `name`: drop, zero, transpose, bf16, nudge, nudge_bf16."""
         if kind == "without":
             self._originals = {patch: vars(vllm_transfer)[patch] for patch in _PATCHES}
             setattr(vllm_transfer, name, lambda model: 0)
@@ -51,6 +51,14 @@ def _damage(item: tuple[str, torch.Tensor], kind: str, name: str) -> list[tuple[
         changed = tensor.clone()
         changed.view(torch.int32).flatten()[0] ^= 1
         return [(found, changed)]
+    if kind == "nudge_bf16":
+        changed = tensor.bfloat16()
+        changed.view(torch.int16).flatten()[0] ^= 1
+        return [(found, changed.to(tensor.dtype))]
+    if kind == "bf16":
+        return [(found, tensor.bfloat16().to(tensor.dtype))]
+    if kind == "oom":
+        raise RuntimeError(f"DefaultCPUAllocator: not enough memory: you tried to allocate {found}")
     if kind == "drop":
         return []
     raise ValueError(kind)

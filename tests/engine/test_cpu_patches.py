@@ -7,13 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm._custom_ops import cpu_prepack_moe_weight
-from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-from mcore_rl.rollout import vllm_cpu_patches, vllm_readback, vllm_transfer
-from mcore_rl.sync.vllm_source import VllmSource
-from mcore_rl.types import TensorMeta
+from mcore_rl.rollout import vllm_cpu_patches, vllm_layout, vllm_readback, vllm_transfer
 
 
 def test_another_vllm_is_refused(monkeypatch):
@@ -97,20 +94,8 @@ def test_experts_of_two_workers_add_up_to_all():
     torch.testing.assert_close(first + second, whole, atol=1e-6, rtol=1e-5)
 
 
-def test_our_source_is_a_vllm_source():
-    tensors = {"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
-
-    class Source:
-        version = 1
-
-        def metadata(self):
-            return tuple(TensorMeta(name, value.dtype, tuple(value.shape)) for name, value in tensors.items())
-
-        def __iter__(self):
-            return iter(tensors.items())
-
-    source = VllmSource(Source())
-    assert source.metadata() == [ParamMeta("a", torch.float32, (2, 3)), ParamMeta("b", torch.bfloat16, (4,))]
-    assert [name for name, _ in source] == ["a", "b"]
-    assert [name for name, _ in source] == ["a", "b"]
-    assert source.held_names() is None
+def test_one_hugging_face_tensor_that_is_three_outputs_of_the_engine():
+    """Qwen3.5's in_proj_qkv on the second of two workers: its own q, k and v rows, which lie apart in the whole tensor."""
+    layer = SimpleNamespace(output_sizes=[4, 4, 6, 6], tp_size=2, tp_rank=1)
+    parts = vllm_layout._merged_parts(layer, {(0, 1, 2): "qkv", 3: "z"})
+    assert parts == [("qkv", 14, 0, 2, 2, 0), ("qkv", 14, 0, 6, 2, 2), ("qkv", 14, 0, 11, 3, 4), ("z", 6, 0, 3, 3, 7)]

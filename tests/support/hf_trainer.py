@@ -8,7 +8,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from mcore_rl.types import TensorMeta
@@ -44,14 +51,36 @@ def dense_config() -> Qwen3Config:
     )
 
 
-def build(config: Qwen3Config | Qwen3MoeConfig, seed: int, std: float = 0.1) -> PreTrainedModel:
+def hybrid_config() -> Qwen3NextConfig:
+    """Three GatedDeltaNet layers and one of full attention with an output gate; routed and shared experts."""
+    sizes = COMMON | {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    }
+    return Qwen3NextConfig(vocab_size=320, intermediate_size=96, norm_topk_prob=True, **sizes)
+
+
+def build(config: PreTrainedConfig, seed: int, std: float = 0.1) -> PreTrainedModel:
     """A model whose every matrix, router included, is random; norms are moved off 1."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
+    hybrid = any(name.endswith("A_log") for name, _ in model.named_parameters())
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * std if parameter.dim() > 1 else 1 + 0.1 * noise)
+            if hybrid and parameter.dim() == 1 and not name.endswith("linear_attn.norm.weight"):
+                parameter.sub_(1.0)  # norms scale by 1 + weight, heads remember
     return model
 
 

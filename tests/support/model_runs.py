@@ -1,0 +1,37 @@
+"""`mcore-rl train` on the small dense and hybrid models, and what must hold of every step of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cli_runs import CliRun, start_run
+
+OPTIONS = {
+    "tiny_dense": ("sft.aux_loss_coef=0",),
+    "tiny_hybrid": (),
+}
+
+
+def trained(folder: Path, model: str, layout: str, steps: int) -> CliRun:
+    """A finished run; fails with the end of its error output when it did not complete."""
+    run = start_run(folder, f"{model}_{layout}", f"model={model}", f"layout={layout}", *OPTIONS[model], f"train.steps={steps}")
+    code, _, err = run.finish(600.0)
+    assert code == 0, err[-3000:]
+    summary = run.summary()
+    assert (summary["exit_reason"], summary["steps"]) == ("completed", steps)
+    return run
+
+
+def check_steps(run: CliRun, steps: int) -> None:
+    """Every tensor read back at every sync; trainer and engine as far apart as at the no-op sync, and no further than twice."""
+    rows = run.rows()
+    assert len(rows) == steps
+    for row in rows:
+        floor = row["sync/floor_mean_nats"]
+        assert row["sync/readback_tensors"] == row["sync/tensors"]
+        assert 0.0 < floor < 0.05
+        assert row["sync/probe_mean_nats"] <= 2 * floor, (row["sync/probe_mean_nats"], floor)
+        assert row["delta_mean_abs_nats"] <= 2 * floor, (row["delta_mean_abs_nats"], floor)
+    records = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
+    assert {record["weight_version"] for record in records} == {2 * step for step in range(steps)}

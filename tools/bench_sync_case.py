@@ -1,0 +1,218 @@
+"""One trainer rank of `bench_sync.py` (two of them, EP=2): python tools/bench_sync_case.py CHECKPOINT FOLDER ROUNDS.
+
+Rank 0 owns the engine. Rounds go floor, sync, files, in turns; then full read-backs. Rank 0 prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_convert_case import VOCAB
+from safetensors.torch import save_file
+
+from mcore_rl.config.schema import DType, RolloutConfig, SyncConfig
+from mcore_rl.guard import die_with_parent
+from mcore_rl.policy_weights import PolicyWeights
+from mcore_rl.rollout.engine_args import engine_arguments, engine_environment
+from mcore_rl.rollout.vllm_engine import VllmEngine
+from mcore_rl.rollout.vllm_owned import OwnedLink
+from mcore_rl.sync.buckets import plan_buckets
+from mcore_rl.sync.digest import wire_digest
+from mcore_rl.sync.session import WeightSync
+from mcore_rl.sync.shm import Segment
+from models.build import BuildOptions, build_model, forward_packed
+from models.registry import read_spec
+from models.router import router_pass
+from models.weights import ModelWeights, load_hf_weights
+from parallel.collectives import gather_builtins, on_rank0
+from parallel.groups import initialize_groups
+from parallel.layout import ParallelLayout
+from parallel.packing import pack_micro_batch
+from parallel.runtime import start_runtime
+
+MARK = "BENCH "
+PROBE = [[(row * 977 + place * 131) % VOCAB for place in range(16)] for row in range(4)]
+EVERY = {"sync": 10**9, "sync_sampled": SyncConfig().readback_every}  # of the read-back: one tensor, a tenth of them
+EXTENSION = "bench_sync_worker.BenchExtension"
+
+
+@dataclass
+class Figures:
+    """Seconds per kind of round, the stages of the syncs, bytes of extra anonymous memory per process."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    stages: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    extra_bytes: dict[str, float] = field(default_factory=dict)
+
+    def timed(self, kind: str, work: Callable[[], object]) -> None:
+        """Run `work` on all ranks at once; its seconds are those until the last one is done."""
+        dist.barrier()
+        started = time.perf_counter()
+        work()
+        dist.barrier()
+        self.seconds.setdefault(kind, []).append(time.perf_counter() - started)
+
+
+class Trainer:
+    """This rank's share of the model in bfloat16, and its log-probs of the probe."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.groups = initialize_groups(ParallelLayout(world=2, ep=2), seed=0)
+        spec = read_spec(checkpoint)
+        self.chunks = build_model(spec, self.groups, BuildOptions(dtype=torch.bfloat16))
+        load_hf_weights(self.chunks, spec, self.groups, checkpoint)
+        self.weights = PolicyWeights(ModelWeights(self.chunks, spec, self.groups), lambda: 0)
+        self._row = pack_micro_batch([torch.tensor(row) for row in PROBE], range(len(PROBE)), multiple=1)
+
+    @torch.no_grad()
+    def probe(self) -> list[list[float]]:
+        """Both ranks score the same rows: experts are on both."""
+        row = self._row
+        with router_pass(self.chunks, "probe", torch.ones(row.num_tokens, dtype=torch.bool)):
+            logits = forward_packed(self.chunks[0], row.token_ids, row.cu_seqlens, row.max_len)[:, :VOCAB]
+        found = logits.float().log_softmax(-1)[:-1].gather(-1, row.token_ids[1:, None])[:, 0].split(len(PROBE[0]))
+        return [part[: len(PROBE[0]) - 1].tolist() for part in found]
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """What this rank would write."""
+        return dict(self.weights.bucket([meta.name for meta in self.weights.metadata()]))
+
+
+class Floor:
+    """The whole model in one segment, filled before any clock runs."""
+
+    def __init__(self, trainer: Trainer, engine: VllmEngine | None) -> None:
+        [bucket] = plan_buckets(trainer.weights.metadata(), sum(meta.nbytes + 64 for meta in trainer.weights.metadata()))
+        created: list[Segment] = []
+        path = Path(on_rank0(lambda: str((created.append(Segment.create(bucket.nbytes)), created[0].path)[1])))
+        segment = created[0] if created else Segment.attach(path, bucket.nbytes)
+        held = trainer.held()
+        for slot in bucket.slots:
+            if slot.meta.name in held:
+                segment.view(0, slot.offset, slot.meta.dtype, slot.meta.shape).copy_(held[slot.meta.name])
+        rows = [[s.meta.name, str(s.meta.dtype).removeprefix("torch."), list(s.meta.shape), s.offset] for s in bucket.slots]
+        self._engine, self._rows, self._segment = engine, rows, segment
+        dist.barrier()
+        if engine is not None:
+            engine.link.rpc("mcore_bench_attach", [str(path), bucket.nbytes])
+            path.unlink()
+
+    def load(self) -> None:
+        """Rank 0's engine loads it."""
+        if self._engine is not None:
+            self._engine.link.rpc("mcore_bench_load", [self._rows])
+
+
+@contextmanager
+def watching(pids: dict[str, int], figures: Figures) -> Iterator[None]:
+    """The most anonymous memory above the start that each process takes inside; keeps the largest ever seen."""
+    before, stop = {name: anonymous(pid) for name, pid in pids.items()}, threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.01):
+            for name, pid in pids.items():
+                extra = float(anonymous(pid) - before[name])
+                figures.extra_bytes[name] = max(figures.extra_bytes.get(name, 0.0), extra)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    yield
+    stop.set()
+    watcher.join()
+
+
+def anonymous(pid: int) -> int:
+    """RssAnon of a process, in bytes."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon")))
+
+
+def start_engine(checkpoint: Path, folder: Path) -> VllmEngine:
+    """One thread, bfloat16, with the benchmark's extension."""
+    rollout = RolloutConfig(dtype=DType.bfloat16, max_num_seqs=8, max_model_len=64)
+    environment = engine_environment(rollout, device="cpu")
+    environment["PYTHONPATH"] = f"{Path(__file__).parent}:{environment['PYTHONPATH']}"
+    arguments = engine_arguments(rollout, str(checkpoint), device="cpu", extension=EXTENSION)
+    link = OwnedLink(arguments, environment, log_path=folder / "engine.log", start_timeout_s=300, request_timeout_s=300)
+    return VllmEngine(link, max_model_len=64)
+
+
+def measure(trainer: Trainer, engine: VllmEngine | None, folder: Path, rounds: int) -> dict[str, Any]:
+    """All rounds. The first sync sets the segment up and reads everything back; the floor's segment exists only here."""
+    figures, config = Figures(), SyncConfig(probe_max_nats=1.0)
+    session = WeightSync(engine, config, probe_sequences=PROBE)
+
+    def sync(kind: str) -> None:
+        figures.timed(kind, lambda: keep(figures, kind, session.sync(trainer.weights, trainer.probe)))
+
+    session.sync(trainer.weights, trainer.probe)
+    floor = Floor(trainer, engine)
+    pids = dict(zip(("rank0", "rank1"), gather_builtins(os.getpid()), strict=True)) | engine_pid(engine)
+    for _ in range(rounds):
+        figures.timed("floor", floor.load)
+        for kind, every in EVERY.items():
+            config.readback_every = every
+            with watching(pids if dist.get_rank() == 0 else {}, figures):
+                sync(kind)
+        figures.timed("files", lambda: save_and_reload(trainer, engine, folder))
+    for _ in range(3):
+        session.request_full_readback()
+        sync("sync_full_readback")
+    figures.timed("hash", lambda: [wire_digest(tensor) for tensor in trainer.held().values()])
+    metas = trainer.weights.metadata()
+    return {
+        **vars(figures),
+        "bytes": sum(meta.nbytes for meta in metas),
+        "tensors": len(metas),
+        "bucket_bytes": config.bucket_bytes,
+    }
+
+
+def engine_pid(engine: VllmEngine | None) -> dict[str, int]:
+    """Its process, where it is owned."""
+    link = engine.link if engine is not None else None
+    return {"engine": link.pid} if isinstance(link, OwnedLink) else {}
+
+
+def keep(figures: Figures, kind: str, report: Any) -> None:
+    """Stages of a sync."""
+    figures.stages.setdefault(kind, []).append(dict(report.seconds))
+
+
+def save_and_reload(trainer: Trainer, engine: VllmEngine | None, folder: Path) -> None:
+    """Each rank writes what it holds to a tmpfs that already has the pages; then the engine reads the files."""
+    save_file(trainer.held(), folder / f"rank{dist.get_rank()}.safetensors")
+    dist.barrier()
+    if engine is not None:
+        engine.link.rpc("mcore_bench_reload", [[str(folder / f"rank{rank}.safetensors") for rank in range(2)]])
+
+
+def main() -> None:
+    """Command line."""
+    checkpoint, folder, rounds = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    die_with_parent()
+    runtime = start_runtime("cpu", timeout_s=600)
+    engine = start_engine(checkpoint, folder) if runtime.rank == 0 else None
+    try:
+        found = measure(Trainer(checkpoint), engine, folder, rounds)
+        if runtime.rank == 0:
+            sys.stdout.write(MARK + json.dumps(found) + "\n")
+            sys.stdout.flush()
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+if __name__ == "__main__":
+    main()
