@@ -16,19 +16,21 @@ from megatron.core.models.gpt import GPTModel
 
 from mcore_rl.config.compose import resolved_yaml
 from mcore_rl.config.layout import parallel_layout
-from mcore_rl.config.schema import RunConfig
+from mcore_rl.config.schema import EngineKind, RunConfig
 from mcore_rl.data.build import BuiltTask, build_task
 from mcore_rl.data.tokenizer import load_tokenizer, stop_token_ids
+from mcore_rl.policy_sampler import TrainerSampler
 from mcore_rl.progress import Progress
 from mcore_rl.rewards.user_reward import UserReward
 from mcore_rl.rollout.factory import start_engine
-from mcore_rl.rollout.vllm_engine import VllmEngine
+from mcore_rl.rollout.fleet import Fleet
 from mcore_rl.run_folder import RunFolder, run_folder
 from mcore_rl.telemetry.fanout import FanOut
 from mcore_rl.telemetry.jsonl_sink import JsonlSink
 from mcore_rl.telemetry.wandb_sink import WandbSink
 from mcore_rl.tiny_model import build_tiny
 from models.build import BuildOptions, build_model
+from models.delta_net_kernel import preflight
 from models.registry import read_spec
 from models.router_policy import RouterPolicy
 from models.spec import ModelSpec
@@ -51,7 +53,7 @@ class Trainer:
 @dataclass(frozen=True)
 class Parts:
     """What every stage is built from. The engine exists on rank 0 only and may still be starting; so does `reward`, the
-    function of the user's where one is configured.
+    function of the user's where one is configured. own_sampler: on every rank, where the trainer samples itself.
     """
 
     config: RunConfig
@@ -60,7 +62,8 @@ class Parts:
     task: BuiltTask
     stop_token_ids: tuple[int, ...]
     trainer: Trainer
-    engine: VllmEngine | None
+    engine: Fleet | TrainerSampler | None
+    own_sampler: TrainerSampler | None = None
     reward: UserReward | None = None
 
 
@@ -72,7 +75,8 @@ def assembled(config: RunConfig) -> Iterator[Parts]:
         stack.callback(stop_runtime)
         folder = run_folder(config)
         model_path = Path(on_rank0(lambda: str(prepare_model(config, folder))))
-        engine = start_engine(config, model_path, folder.logs) if runtime.rank == 0 else None
+        own = TrainerSampler(max_model_len=config.rollout.max_model_len) if config.rollout.engine is EngineKind.trainer else None
+        engine = (own or start_engine(config, model_path, folder.logs)) if runtime.rank == 0 else None
         if engine is not None:
             stack.callback(engine.close)
         tokenizer = load_tokenizer(model_path)
@@ -90,7 +94,7 @@ def assembled(config: RunConfig) -> Iterator[Parts]:
         reward = UserReward(config.reward, folder.logs / "reward.log") if config.reward.function and engine else None
         if reward is not None:
             stack.callback(reward.close)
-        yield Parts(config, folder, model_path, task, stop_token_ids(tokenizer), trainer, engine, reward)
+        yield Parts(config, folder, model_path, task, stop_token_ids(tokenizer), trainer, engine, own, reward)
 
 
 def prepare_model(config: RunConfig, folder: RunFolder) -> Path:
@@ -105,6 +109,8 @@ def prepare_model(config: RunConfig, folder: RunFolder) -> Path:
 def build_trainer(config: RunConfig, model_path: Path, runtime: Runtime, groups: ProcessGroups) -> Trainer:
     """Megatron's modules on this rank with the checkpoint's weights in them."""
     spec = read_spec(model_path)
+    if spec.delta_net is not None and runtime.device.type == "cuda":
+        preflight(runtime.device)
     options = BuildOptions(
         dtype=getattr(torch, config.model.dtype.value),
         impl=config.model.impl.value,

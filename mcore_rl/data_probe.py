@@ -18,9 +18,11 @@ from mcore_rl.data.band_file import Band, BandRow, Conditions, different_conditi
 from mcore_rl.data.band_task import rendering_sha256
 from mcore_rl.data.build import BuiltTask
 from mcore_rl.data_gate import GateSummary, PassRate, in_band, kill_reason, summarise_rates, table
+from mcore_rl.engine_calls import ask_engine
 from mcore_rl.rewards.checks import score_completions
 from mcore_rl.run import Run
 from mcore_rl.run_folder import write_json
+from mcore_rl.seams import RolloutEngine
 from mcore_rl.telemetry.jsonl import dump_line, read_rows
 from mcore_rl.types import Completion, Prompt, SamplingParams, Score, StaleRollout, StopRun
 from parallel.collectives import on_rank0
@@ -39,7 +41,7 @@ def probe_pass_rates(run: Run, task: BuiltTask, model_digest: str) -> None:
     for start in range(len(rows), config.prompts, config.prompts_per_request):
         count = min(config.prompts_per_request, config.prompts - start)
         prompts = task.probe_prompts(start, count)
-        new = on_rank0(lambda asked=prompts: [asdict(row) for row in _sample(run, asked, version)])
+        new = ask_engine(run, lambda engine, asked=prompts: [asdict(row) for row in _sample(run, engine, asked, version)])
         rows += [PassRate(**row) for row in new]
         if run.progress is not None:
             run.progress.advance("pass-rate probe", len(rows), config.prompts)
@@ -99,7 +101,7 @@ def earlier_rows(path: str | None, conditions: Conditions) -> list[PassRate]:
     return rows
 
 
-def _sample(run: Run, prompts: Sequence[Prompt], version: int) -> list[PassRate]:
+def _sample(run: Run, engine: RolloutEngine, prompts: Sequence[Prompt], version: int) -> list[PassRate]:
     """Pass rates of these prompts, appended to probe.jsonl. On rank 0."""
     config, rollout = run.config.data_gate, run.config.rollout
     sampling = SamplingParams(
@@ -110,7 +112,7 @@ def _sample(run: Run, prompts: Sequence[Prompt], version: int) -> list[PassRate]
         samples_per_prompt=config.samples_per_prompt,
         seed=run.config.seed,
     )
-    completions = run.sampler().generate(prompts, sampling)
+    completions = engine.generate(prompts, sampling)
     stale = {c.version for c in completions} - {version}
     if stale:
         raise StaleRollout(f"probe samples were drawn with weights of version {sorted(stale)}, the policy is at {version}")

@@ -6,17 +6,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mcore_rl.assemble import Parts
+from mcore_rl.engine_calls import ask_engine
 from mcore_rl.export_check import ExportCheck, check_export
 from mcore_rl.held_out import HeldOut, gain, summarise, to_json
 from mcore_rl.report import write_report
 from mcore_rl.run import Run
 from mcore_rl.run_folder import write_json
+from mcore_rl.seams import RolloutEngine
 from mcore_rl.sft import GateCheck
 from mcore_rl.statistics import PairedGain
 from mcore_rl.summary import build_summary, write_summary
 from mcore_rl.types import SamplingParams, WeightMismatch
 from models.weights import ModelWeights, export_checkpoint
-from parallel.collectives import on_rank0
 
 
 @dataclass
@@ -38,7 +39,7 @@ def export(parts: Parts, run: Run, outcome: Outcome) -> None:
     with run.clock.stage("export"):
         weights = ModelWeights(trainer.chunks, trainer.spec, trainer.groups)
         export_checkpoint(weights, trainer.spec, source=parts.model_path, target=run.folder.checkpoint)
-        record = on_rank0(lambda: _checked_export(parts, run))
+        record = ask_engine(run, lambda engine: _checked_export(parts, run, engine))
     if record is None:
         return
     outcome.export_check = ExportCheck(**record)
@@ -48,13 +49,13 @@ def export(parts: Parts, run: Run, outcome: Outcome) -> None:
         )
 
 
-def _checked_export(parts: Parts, run: Run) -> dict[str, Any] | None:
+def _checked_export(parts: Parts, run: Run, engine: RolloutEngine) -> dict[str, Any] | None:
     config = parts.config
     if config.eval.export_check_prompts == 0:
         return None
     prompts = run.task.eval_prompts("test", config.eval.export_check_prompts)
     sampling = SamplingParams(temperature=0.0, max_tokens=config.rollout.max_tokens, stop_token_ids=run.stop_token_ids)
-    answers = run.sampler().generate(prompts, sampling)
+    answers = engine.generate(prompts, sampling)
     return check_export(run.folder.checkpoint, answers, run.folder.root / "export_check.json").to_json()
 
 

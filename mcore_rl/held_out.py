@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mcore_rl.auditing import auditor
+from mcore_rl.engine_calls import ask_engine
 from mcore_rl.evaluate import EvalResult, EvalSpec, evaluate, paired_gain
 from mcore_rl.run import Run
 from mcore_rl.statistics import PairedGain
 from mcore_rl.summary import EvalSummary
 from mcore_rl.types import StaleRollout
-from parallel.collectives import on_rank0
 
 _EVAL_SEED = 20_011
 
@@ -37,7 +37,7 @@ def evaluate_on_rank0(run: Run, *, split: str, count: int, temperature: float) -
         reward_version=run.reward_version,
     )
     observe = auditor(run, f"{split}/{spec.decoding}")
-    record = on_rank0(lambda: evaluate(run.task, run.sampler(), spec, reward=run.reward, observe=observe).to_json())
+    record = ask_engine(run, lambda engine: evaluate(run.task, engine, spec, reward=run.reward, observe=observe).to_json())
     result = EvalResult.from_json(record)
     version = run.policy.weights().version
     if result.version != version:

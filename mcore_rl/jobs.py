@@ -18,6 +18,7 @@ from mcore_rl.policy import MegatronPolicy, PolicySettings
 from mcore_rl.policy_reference import ReferencePolicy, held_reference
 from mcore_rl.probe import probe_batch
 from mcore_rl.progress import Progress
+from mcore_rl.rollout.fleet import Fleet
 from mcore_rl.run import Run
 from mcore_rl.seams import Policy
 from mcore_rl.sft import warm_up
@@ -102,12 +103,13 @@ def make_run(parts: Parts, policy: MegatronPolicy, progress: Progress | None) ->
     """The run around its first policy (a warm-up's, or the RL policy at once)."""
     config = parts.config
     probe = probe_batch(parts.task, config.sync.probe_sequences, config.rollout.max_model_len - 1)
-    return Run(
+    fleet = parts.engine if isinstance(parts.engine, Fleet) else None
+    run = Run(
         config=config,
         folder=parts.folder,
         task=parts.task,
         policy=policy,
-        weight_sync=WeightSync(parts.engine, config.sync, probe_sequences=[ids.tolist() for ids in probe.token_ids]),
+        weight_sync=WeightSync(fleet, config.sync, probe_sequences=[ids.tolist() for ids in probe.token_ids]),
         probe=probe,
         stop_token_ids=parts.stop_token_ids,
         extraction=parts.task.grader.mode,
@@ -115,9 +117,21 @@ def make_run(parts: Parts, policy: MegatronPolicy, progress: Progress | None) ->
         sinks=open_sinks(config, parts.folder, progress, is_rank0=parts.engine is not None),
         progress=progress,
         engine=parts.engine,
+        fleet=fleet,
+        own_sampler=parts.own_sampler,
         reward=parts.reward,
         audit=AuditLog(parts.folder.audit) if parts.engine is not None else None,
     )
+    if parts.own_sampler is not None:
+        parts.own_sampler.follow(lambda: own_policy(run))
+    return run
+
+
+def own_policy(run: Run) -> MegatronPolicy:
+    """The policy of the moment, for the sampler that is its modules. TypeError for one that is no MegatronPolicy."""
+    if not isinstance(run.policy, MegatronPolicy):
+        raise TypeError(f"rollout.engine=trainer samples from a MegatronPolicy, not from {type(run.policy).__name__}")
+    return run.policy
 
 
 def reward_version(parts: Parts) -> str:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 from mcore_rl.clock import StageClock
 from mcore_rl.config.schema import RunConfig
+from mcore_rl.policy_sampler import TrainerSampler
 from mcore_rl.progress import Progress
 from mcore_rl.rewards.user_reward import UserReward
+from mcore_rl.rollout.fleet import Fleet
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.seams import Policy, Reference, RolloutEngine, Task
 from mcore_rl.sync.session import WeightSync
@@ -19,7 +21,8 @@ from mcore_rl.types import TokenBatch
 @dataclass
 class Run:
     """The parts of a run on one rank. `engine`, `reward` (a function of the user's) and `audit` exist on rank 0 only;
-    `probe` are the sequences both engines score.
+    `probe` are the sequences both engines score. fleet: the engine once more, where it is one that can be replaced.
+    own_sampler: on every rank, where the trainer's own modules are the engine.
     """
 
     config: RunConfig
@@ -34,6 +37,8 @@ class Run:
     sinks: FanOut
     progress: Progress | None = None
     engine: RolloutEngine | None = None
+    own_sampler: TrainerSampler | None = None
+    fleet: Fleet | None = None
     reference: Reference | None = None
     reward: UserReward | None = None
     audit: AuditLog | None = None

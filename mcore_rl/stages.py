@@ -11,6 +11,7 @@ from mcore_rl.auditing import audit_step
 from mcore_rl.batching import RolloutBatch, build_rollout_batch, split_updates, train_batch
 from mcore_rl.config.schema import ReplaySource, RouterMode
 from mcore_rl.data_gate import early_kill_reason
+from mcore_rl.engine_calls import ask_engine, engine_metrics, proved_sync
 from mcore_rl.rewards.checks import score_completions
 from mcore_rl.routes import EncodedRoutes
 from mcore_rl.run import Run
@@ -44,17 +45,11 @@ class PlannedUpdates:
 def sync(run: Run) -> SyncReport:
     """Bring the engine to the policy's weights and prove it. WeightMismatch when it answers another version."""
     with run.clock.stage("sync"):
-        source = run.policy.weights()
-        report = run.weight_sync.sync(source, lambda: probe_logprobs(run))
-    if report.version != source.version:
-        raise WeightMismatch(f"sync ended at version {report.version}, the policy is at {source.version}")
+        report = proved_sync(run)
+    version = run.policy.weights().version
+    if report.version != version:
+        raise WeightMismatch(f"sync ended at version {report.version}, the policy is at {version}")
     return report
-
-
-def probe_logprobs(run: Run) -> list[list[float]]:
-    """The trainer's log-probs (nats) of the probe sequences, every token after the first."""
-    values = run.policy.logprobs(run.probe, Pass.PROBE)
-    return [row[1:].tolist() for row in values.logprobs]
 
 
 def draw_prompts(run: Run, step: int) -> list[Prompt]:
@@ -79,7 +74,7 @@ def roll_out(run: Run, prompts: Sequence[Prompt], step: int) -> list[Completion]
     """One group of samples per prompt, drawn by the engine; the same list on every rank."""
     sampling = training_sampling(run, step)
     with run.clock.stage("rollout"):
-        rows = on_rank0(lambda: [asdict(c) for c in run.sampler().generate(prompts, sampling)])
+        rows = ask_engine(run, lambda engine: [asdict(c) for c in engine.generate(prompts, sampling)])
     return [received(row) for row in rows]
 
 
@@ -155,8 +150,11 @@ def with_old_logprobs(run: Run, updates: Sequence[TrainBatch]) -> tuple[TrainBat
     """`old` of every update that needs it, from one no-grad forward per update before the first optimizer step.
 
     The first update is its own `old`: its forward runs at the weights that sampled it. Not where the training forward
-    is jittered (there every update gets `old` from a clean pass), nor where the update itself is made from `old`.
+    is jittered (there every update gets `old` from a clean pass), nor where the update itself is made from `old`. Where the
+    trainer itself sampled, what it recorded is its `old` pass.
     """
+    if run.own_sampler is not None:
+        return tuple(replace(update, old_logprobs=update.sampler_logprobs) for update in updates)
     always = run.config.router.mode is RouterMode.jitter or needs_old(run.config.algorithm)
     ready: list[TrainBatch] = []
     with run.clock.stage("old"):
@@ -198,7 +196,7 @@ def _one_update(run: Run, planned: PlannedUpdates, index: int) -> UpdateReport:
 
 def record(run: Run, step: int, outcome: StepOutcome) -> None:
     """Metrics and rollouts of the step to every sink, on rank 0. Raises before logging when a number is lost."""
-    metrics = step_metrics(outcome, run.clock.take_step())
+    metrics = step_metrics(outcome, run.clock.take_step(), run.config.algorithm) | engine_metrics(run)
     run.log_rows.append(metrics)
     run.sinks.log_step(step, metrics)
     records = rollout_records(outcome)

@@ -112,11 +112,17 @@ class Placement(str, Enum):
 
 @dataclass
 class RolloutConfig:
-    """Where samples come from. `url` lists servers when placement is url; otherwise the run starts its own engine."""
+    """Where samples come from. placement=owned: the run starts `engines` engines of its own. placement=url: the servers
+    in `url`, or in url_file (one address a line), which is read again before every sync.
+
+    max_engine_restarts: deaths of engines that a run survives, all together; 0 ends it with the first.
+    """
 
     engine: EngineKind = EngineKind.vllm
     placement: Placement = Placement.owned
+    engines: int = 1
     url: list[str] = field(default_factory=list)
+    url_file: str | None = None
     dtype: DType = DType.float32
     tensor_parallel: int = 1
     expert_parallel: bool = False
@@ -128,7 +134,7 @@ class RolloutConfig:
     threads: int = 1
     start_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
-    max_engine_restarts: int = 0
+    max_engine_restarts: int = 3
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int = 32

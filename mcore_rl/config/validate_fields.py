@@ -63,19 +63,38 @@ def _train(config: RunConfig) -> None:
     )
 
 
+def _own_sampler(config: RunConfig) -> None:
+    """What rollout.engine=trainer leaves without a meaning."""
+    rollout, router = config.rollout, config.router
+    own = rollout.engine is EngineKind.trainer
+    require(not own or rollout.placement is Placement.owned, "rollout.placement=url", "rollout.engine=trainer asks no server")
+    require(not own or rollout.engines == 1, f"rollout.engines={rollout.engines}", "rollout.engine=trainer is one sampler")
+    recorded = router.mode is RouterMode.replay and router.replay_from is ReplaySource.rollout
+    require(
+        not (own and recorded),
+        "router.replay_from=rollout",
+        "rollout.engine=trainer routes as it trains: use router.replay_from=old",
+    )
+
+
 def _rollout(config: RunConfig) -> None:
     rollout = config.rollout
-    require(rollout.engine is EngineKind.vllm, f"rollout.engine={rollout.engine.name}", "not available yet; use vllm")
+    _own_sampler(config)
     owned = rollout.placement is Placement.owned
-    require(owned or bool(rollout.url), "rollout.placement=url", "needs rollout.url=[http://host:port]")
+    by_file = rollout.url_file is not None
+    require(owned or by_file or bool(rollout.url), "rollout.placement=url", "needs rollout.url=[http://host:port]")
     require(not (owned and rollout.url), f"rollout.url={rollout.url}", "is read with rollout.placement=url only")
+    require(not (owned and by_file), f"rollout.url_file={rollout.url_file}", "is read with rollout.placement=url only")
+    require(not (by_file and rollout.url), f"rollout.url={rollout.url}", "rollout.url_file lists the servers")
+    require(len(set(rollout.url)) == len(rollout.url), f"rollout.url={rollout.url}", "the same address stands there twice")
+    require(owned or rollout.engines == 1, f"rollout.engines={rollout.engines}", "is read with rollout.placement=owned only")
     for url in rollout.url:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname)
         require(good, f"rollout.url={url}", "an address like http://127.0.0.1:8000 is needed")
-    restarts = rollout.max_engine_restarts
-    require(restarts == 0, f"rollout.max_engine_restarts={restarts}", "restarting an engine is not available yet; use 0")
+    at_least(0, [("rollout.max_engine_restarts", rollout.max_engine_restarts)])
     sizes = [
+        ("engines", rollout.engines),
         ("tensor_parallel", rollout.tensor_parallel),
         ("max_tokens", rollout.max_tokens),
         ("max_num_seqs", rollout.max_num_seqs),

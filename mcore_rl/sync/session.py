@@ -18,12 +18,14 @@ from mcore_rl.errors import EngineRefused
 from mcore_rl.seams import WeightSource
 from mcore_rl.sync.buckets import Bucket, plan_buckets, slot_bytes
 from mcore_rl.sync.endpoint import SyncEndpoint
+from mcore_rl.sync.group import ask_each, members, merge_layouts, shares
 from mcore_rl.sync.proof import (
     ProbeResult,
     check_coverage,
     check_layout,
     check_probe,
     check_readback,
+    check_version,
     compare_probe,
     readback_names,
 )
@@ -59,7 +61,7 @@ class _Watch:
 
 
 class WeightSync:
-    """Keeps one engine and the trainer one policy."""
+    """Keeps one engine, or a group of them, and the trainer one policy."""
 
     def __init__(self, engine: SyncEndpoint | None, config: SyncConfig, *, probe_sequences: Sequence[Sequence[int]]) -> None:
         """engine: on rank 0, None elsewhere. probe_sequences: token ids both engines score after every sync."""
@@ -69,11 +71,18 @@ class WeightSync:
         self._probe_sequences = [list(ids) for ids in probe_sequences]
         self._channel: _Channel | None = None
         self._created: Segment | None = None
+        self._layouts: list[dict[str, dict[str, Any]]] = []
         self._proved = 0
         self._full_readback = True
+        self._floor: ProbeResult | None = None
 
     def request_full_readback(self) -> None:
         """Read every tensor back at the next sync."""
+        self._full_readback = True
+
+    def renew(self) -> None:
+        """Engines were replaced: the next sync sets everything up again and reads every tensor back. Collective."""
+        self._channel = None
         self._full_readback = True
 
     def sync(self, source: WeightSource, probe: ProbeFn) -> SyncReport:
@@ -92,7 +101,7 @@ class WeightSync:
         return report
 
     def _sync(self, source: WeightSource, probe: ProbeFn, loader: Loader) -> SyncReport:
-        watch = _Watch()
+        watch, version = _Watch(), source.version
         with watch.stage("prepare"):
             channel = self._open(source.metadata())
             names = readback_names(channel.metadata, 0 if self._full_readback else self._proved, self._config.readback_every)
@@ -104,15 +113,18 @@ class WeightSync:
             self._on_engine(lambda engine: check_coverage(engine.name, engine.finish(), channel.metadata))
         with watch.stage("readback"):
             expected = {name: digests for part in gather(contents) for name, digests in part.items()}
-            self._on_engine(lambda engine: check_readback(engine.name, expected, engine.readback(names)))
+            self._on_engine(lambda engine: self._check_readback(engine, expected, names))
         with watch.stage("probe"):
             self._on_engine(lambda engine: engine.reset_prefix_cache())
             result = self._probe(probe)
-        version = source.version
+        with all_or_none():
+            check_version(version, source.version)
         self._on_engine(lambda engine: engine.commit(version))
         sent = sum(meta.nbytes for meta in channel.metadata)
         counts = (len(channel.metadata), sent, len(channel.plan), len(names))
-        return SyncReport(version, *counts, result.max_nats, result.mean_nats, watch.seconds)
+        self._floor = floor = self._floor or result
+        measured = (result.max_nats, result.mean_nats, watch.seconds, floor.max_nats, floor.mean_nats)
+        return SyncReport(version, *counts, *measured)
 
     def _open(self, metadata: tuple[TensorMeta, ...]) -> _Channel:
         if self._channel is None:
@@ -145,9 +157,15 @@ class WeightSync:
     def _checked_layout(self, metadata: tuple[TensorMeta, ...]) -> dict[str, dict[str, Any]]:
         engine = self._rank0_engine()
         engine.wait_ready()
-        layout = engine.layout()
-        check_layout(engine.name, layout, metadata)
-        return layout
+        self._layouts = ask_each(engine, lambda member: member.layout())
+        for member, layout in zip(members(engine), self._layouts, strict=True):
+            check_layout(member.name, layout, metadata)
+        return merge_layouts(self._layouts)
+
+    def _check_readback(self, engine: SyncEndpoint, expected: Mapping[str, Sequence[str]], names: Sequence[str]) -> None:
+        found = ask_each(engine, lambda member: member.readback(names))
+        for member, mine, theirs in zip(members(engine), shares(self._layouts, expected), found, strict=True):
+            check_readback(member.name, mine, theirs)
 
     def _probe(self, probe: ProbeFn) -> ProbeResult:
         with all_or_none():
@@ -155,9 +173,11 @@ class WeightSync:
 
         def compare() -> tuple[float, float]:
             engine = self._rank0_engine()
-            result = compare_probe(trainer, engine.score(self._probe_sequences))
-            check_probe(engine.name, result, self._config.probe_max_nats)
-            return result.max_nats, result.mean_nats
+            scores = ask_each(engine, lambda member: member.score(self._probe_sequences))
+            results = [compare_probe(trainer, found) for found in scores]
+            for member, result in zip(members(engine), results, strict=True):
+                check_probe(member.name, result, self._config.probe_max_nats)
+            return max(result.max_nats for result in results), max(result.mean_nats for result in results)
 
         return ProbeResult(*from_rank0(compare))
 

@@ -19,6 +19,7 @@ from cli_runs import (
 
 LIMIT_S = 60.0
 ENDLESS = "train.steps=100000"
+MORTAL = "rollout.max_engine_restarts=0"
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_trained_ids_are_the_sampled_ids(trained):
 
 
 def test_killed_engine_in_generation(tmp_path):
-    run = start_run(tmp_path, "generation", ENDLESS, "rollout.max_tokens=100")
+    run = start_run(tmp_path, "generation", ENDLESS, MORTAL, "rollout.max_tokens=100")
     wait_for_rows(run, 1)
     wait_for_line(run.folder / "logs" / "engine0.log", CACHE_RESET)
     time.sleep(0.5)  # the probe is scored and the version set within milliseconds; then a second of generation begins
@@ -71,7 +72,7 @@ def test_killed_engine_in_generation(tmp_path):
 
 
 def test_killed_engine_in_a_sync(tmp_path):
-    run = start_run(tmp_path, "sync", ENDLESS, "rollout.max_tokens=2")
+    run = start_run(tmp_path, "sync", ENDLESS, MORTAL, "rollout.max_tokens=2")
     wait_for_rows(run, 1)
     wait_for_line(run.folder / "logs" / "engine0.log", FINISHED_LOADING)
     _ends_well(run, None)

@@ -75,7 +75,7 @@ def server(model, tmp_path):
 
 
 def _run(tmp_path, model, server, name, *overrides):
-    placement = ("rollout.placement=url", f"rollout.url=[{server.url}]")
+    placement = ("rollout.placement=url", f"rollout.url=[{server.url}]", "rollout.max_engine_restarts=0")
     return start_run(tmp_path, name, f"model.path={model}", "model.build=null", *placement, *overrides)
 
 

@@ -1,0 +1,129 @@
+"""Where engines come from, and where the replacement of a lost one does: children of this run, or servers by URL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from mcore_rl.rollout.vllm_engine import VllmEngine
+from mcore_rl.types import EngineDied
+
+_POLL_S = 1.0
+
+
+class EngineSupply(Protocol):
+    """Places that engines stand in. Asked by the main thread only: a child dies with the thread that started it."""
+
+    def places(self) -> Sequence[str]:
+        """The places there should be an engine at now."""
+        ...
+
+    def open(self, place: str) -> VllmEngine:
+        """An engine at `place`; it may still be starting."""
+        ...
+
+    def reopen(self, place: str) -> VllmEngine | None:
+        """An engine where one was lost; None while nothing answers there."""
+        ...
+
+    def wait(self, places: Sequence[str]) -> None:
+        """No engine is left at `places`: block until asking again makes sense. EngineDied when it never did."""
+        ...
+
+    def advice(self) -> str:
+        """What a person can do about a lost engine that is not replaced."""
+        ...
+
+
+class OwnedSupply:
+    """Child processes, numbered from 0; a lost one is replaced by a new child at once."""
+
+    def __init__(self, count: int, start: Callable[[int], VllmEngine]) -> None:
+        """start: a new child for engine k."""
+        self._count = count
+        self._start = start
+
+    def places(self) -> Sequence[str]:
+        """0, 1, ..."""
+        return [str(index) for index in range(self._count)]
+
+    def open(self, place: str) -> VllmEngine:
+        """Start a child."""
+        return self._start(int(place))
+
+    def reopen(self, place: str) -> VllmEngine | None:
+        """Start another."""
+        return self._start(int(place))
+
+    def wait(self, places: Sequence[str]) -> None:
+        """Never needed: `reopen` always has one."""
+
+    def advice(self) -> str:
+        """It is replaced anyway."""
+        return ""
+
+
+class UrlSupply:
+    """Servers that somebody else runs. The file of addresses is read again whenever `places` is asked."""
+
+    def __init__(
+        self, connect: Callable[[str], VllmEngine], *, urls: Sequence[str], url_file: Path | None, wait_s: float
+    ) -> None:
+        """urls: fixed addresses, used where there is no url_file. wait_s: how long to wait when no server is left."""
+        self._connect = connect
+        self._urls = list(urls)
+        self._file = url_file
+        self._wait_s = wait_s
+
+    def places(self) -> Sequence[str]:
+        """The addresses of now. ValueError when the file names none, or one twice."""
+        return self._urls if self._file is None else read_url_file(self._file)
+
+    def open(self, place: str) -> VllmEngine:
+        """A link to the server; nothing is asked of it yet."""
+        return self._connect(place)
+
+    def reopen(self, place: str) -> VllmEngine | None:
+        """The same address, if a server answers there again."""
+        engine = self._connect(place)
+        try:
+            engine.health()
+        except EngineDied:
+            engine.close()
+            return None
+        return engine
+
+    def wait(self, places: Sequence[str]) -> None:
+        """Until the file changes or a server at an old address answers."""
+        deadline = time.monotonic() + self._wait_s
+        while time.monotonic() < deadline:
+            with suppress(ValueError):  # a file that is being written; a wrong one is refused when it is used
+                if list(self.places()) != list(places):
+                    return
+            for place in places:
+                engine = self.reopen(place)
+                if engine is not None:
+                    engine.close()
+                    return
+            time.sleep(_POLL_S)
+        raise EngineDied(f"no rollout engine is left at {', '.join(places)} and none came within {self._wait_s:.0f} s")
+
+    def advice(self) -> str:
+        """Where to write a new address, or where to start the server again."""
+        return "start it again at its address" if self._file is None else f"write the address of another into {self._file}"
+
+
+def read_url_file(path: Path) -> list[str]:
+    """One address a line; blank lines and # comments are skipped. ValueError naming what is wrong."""
+    if not path.is_file():
+        raise ValueError(f"rollout.url_file={path}: no such file")
+    lines = [line.split("#", 1)[0].strip().rstrip("/") for line in path.read_text(encoding="utf-8").splitlines()]
+    urls = [line for line in lines if line]
+    if not urls:
+        raise ValueError(f"rollout.url_file={path}: names no address; one http://host:port a line is needed")
+    if len(set(urls)) != len(urls):
+        raise ValueError(f"rollout.url_file={path}: the same address stands there twice: {urls}")
+    return urls
