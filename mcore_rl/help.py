@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from textwrap import fill
 
 from omegaconf import OmegaConf
 
@@ -44,7 +45,7 @@ def help_text(command: str) -> str:
     else:
         head += "\nRL post-training on Megatron-Core and vLLM. Everything a run writes is in runs/<name>/.\n\nCommands\n"
         head += "".join(f"  {name:<8}  {text}\n" for name, text in COMMANDS.items())
-        head += "\nCheckpoint tools (mcore-rl convert --help)\n"
+        head += "\nTools (mcore-rl convert --help)\n"
         head += "".join(f"  {name:<8}  {text}\n" for name, text in TOOLS.items())
     if command == "report":
         return head + "\n  mcore-rl report runs/quickstart\n"
@@ -63,7 +64,11 @@ def keys_text() -> str:
 def _groups() -> str:
     groups = config_groups()
     wide = max(len(name) for name in groups)
-    return "Groups\n" + "".join(f"  {name:<{wide}}  {', '.join(options)}\n" for name, options in groups.items())
+    rows = (
+        fill(f"  {name:<{wide}}  {', '.join(options)}", 120, subsequent_indent=" " * (wide + 4))
+        for name, options in groups.items()
+    )
+    return "Groups\n" + "".join(f"{row}\n" for row in rows)
 
 
 def _shown(value: object) -> str:

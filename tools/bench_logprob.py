@@ -17,6 +17,10 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
+from parallel.vocab import Readout, linear_logprob_entropy
+
 MOST_MEMORY, MOST_TIME = 0.06, 1.1
 CORES = len(os.sched_getaffinity(0))
 
@@ -29,10 +33,6 @@ def resident(key: str) -> int:
 
 def measure(side: str, sizes: argparse.Namespace) -> dict[str, float]:
     """One forward and backward pass of one side in this process."""
-    import torch  # noqa: PLC0415  (the parent of the measured processes stays small)
-
-    from parallel.vocab import Readout, linear_logprob_entropy  # noqa: PLC0415
-
     torch.set_num_threads(CORES)
     torch.manual_seed(0)
     hidden = torch.randn(sizes.tokens, sizes.hidden).requires_grad_()

@@ -30,7 +30,7 @@ from parallel.vocab import Readout, linear_logprob_entropy
 
 Figures = dict[str, float | int | str]
 LENGTHS = (1, 2, 63, 64, 65, 130, 300)
-MOE = {
+MOE: dict[str, object] = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "moe_intermediate_size": 128,
@@ -45,7 +45,7 @@ MOE = {
     "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
 }
-HYBRID = MOE | {
+HYBRID: dict[str, object] = MOE | {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 64,
@@ -112,7 +112,9 @@ def gated_delta_net(setup: Setup) -> Figures:
     shape = (tokens, heads, channels)
     q, k, v = (torch.randn(shape, device=setup.device, dtype=dtype) for _ in range(3))
     decay, beta = -torch.rand(shape[:2], device=setup.device), torch.rand(shape[:2], device=setup.device)
-    inputs = DeltaRuleInputs(*(t.requires_grad_() for t in (q, k, v, decay, beta)))
+    for leaf in (q, k, v, decay, beta):
+        leaf.requires_grad_()
+    inputs = DeltaRuleInputs(q, k, v, decay, beta)
     borders = (0, tokens // 3, tokens)
     cu_seqlens = torch.tensor(borders, device=setup.device)
 
@@ -139,7 +141,7 @@ def packed_attention(setup: Setup) -> Figures:
     figures: Figures = {}
     for name, dtype, limit in (("fp32", torch.float32, 1e-5), ("bf16", torch.bfloat16, 2e-2)):
         leaves = [t.to(setup.device, dtype).requires_grad_() for t in (query, key, value)]
-        out = packed_causal_attention(*leaves, borders, None)
+        out = packed_causal_attention(leaves[0], leaves[1], leaves[2], borders, None)
         grads = torch.autograd.grad(out.float().square().sum(), leaves)
         pairs = [(out, wanted), *zip(grads, wanted_grads, strict=True)]
         worst = max(relative(got, want) for got, want in pairs)
