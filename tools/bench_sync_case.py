@@ -43,6 +43,7 @@ from parallel.runtime import start_runtime
 
 MARK = "BENCH "
 PROBE = [[(row * 977 + place * 131) % VOCAB for place in range(16)] for row in range(4)]
+BUCKET_BYTES = 256 * 1024**2  # three layers
 EVERY = {"sync": 10**9, "sync_sampled": SyncConfig().readback_every}  # of the read-back: one tensor, a tenth of them
 EXTENSION = "bench_sync_worker.BenchExtension"
 
@@ -150,7 +151,7 @@ def start_engine(checkpoint: Path, folder: Path) -> VllmEngine:
 
 def measure(trainer: Trainer, engine: VllmEngine | None, folder: Path, rounds: int) -> dict[str, Any]:
     """All rounds. The first sync sets the segment up and reads everything back; the floor's segment exists only here."""
-    figures, config = Figures(), SyncConfig(probe_max_nats=1.0)
+    figures, config = Figures(), SyncConfig(probe_max_nats=1.0, bucket_bytes=BUCKET_BYTES)
     session = WeightSync(engine, config, probe_sequences=PROBE)
 
     def sync(kind: str) -> None:

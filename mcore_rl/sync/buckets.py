@@ -1,12 +1,15 @@
 """Which tensor travels in which bucket, and where in it: a pure function of the model's metadata.
 
-Every trainer rank computes the same plan on its own, so nothing about it travels between them.
+Every trainer rank computes the same plan on its own, so nothing about it travels between them. A layer that fits into one
+bucket is not split over two: the engine would have to keep a copy of its first part until the second arrives.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from mcore_rl.types import TensorMeta
 
@@ -36,29 +39,49 @@ class Bucket:
 
 
 def plan_buckets(metadata: Sequence[TensorMeta], bucket_bytes: int, *, align_bytes: int = ALIGN_BYTES) -> tuple[Bucket, ...]:
-    """Fill buckets in metadata order up to `bucket_bytes`; a larger tensor travels alone. No bucket is empty.
+    """Fill buckets in metadata order up to `bucket_bytes`; a larger tensor travels alone, a layer together where it fits.
+    No bucket is empty.
 
     ValueError for a repeated name or a bucket size below 1.
     """
     if bucket_bytes < 1:
         raise ValueError(f"sync.bucket_bytes={bucket_bytes}: at least 1 is needed")
-    seen: set[str] = set()
+    _refuse_repeated(metadata)
     buckets: list[Bucket] = []
     slots: list[Slot] = []
     filled = 0
+    for _, group in groupby(metadata, key=lambda meta: _layer(meta.name)):
+        layer = list(group)
+        together = sum(_padded(meta, align_bytes) for meta in layer)
+        for place, meta in enumerate(layer):
+            size = _padded(meta, align_bytes)
+            needed = together if place == 0 and together <= bucket_bytes else size
+            if slots and filled + needed > bucket_bytes:
+                buckets.append(Bucket(len(buckets), tuple(slots), filled))
+                slots, filled = [], 0
+            slots.append(Slot(meta, filled))
+            filled += size
+    if slots:
+        buckets.append(Bucket(len(buckets), tuple(slots), filled))
+    return tuple(buckets)
+
+
+def _refuse_repeated(metadata: Sequence[TensorMeta]) -> None:
+    seen: set[str] = set()
     for meta in metadata:
         if meta.name in seen:
             raise ValueError(f"weights: tensor {meta.name!r} is listed twice in the metadata")
         seen.add(meta.name)
-        size = -(-meta.nbytes // align_bytes) * align_bytes
-        if slots and filled + size > bucket_bytes:
-            buckets.append(Bucket(len(buckets), tuple(slots), filled))
-            slots, filled = [], 0
-        slots.append(Slot(meta, filled))
-        filled += size
-    if slots:
-        buckets.append(Bucket(len(buckets), tuple(slots), filled))
-    return tuple(buckets)
+
+
+def _padded(meta: TensorMeta, align_bytes: int) -> int:
+    return -(-meta.nbytes // align_bytes) * align_bytes
+
+
+def _layer(name: str) -> str:
+    """`model.layers.3` of `model.layers.3.mlp.gate.weight`; a tensor outside the layers stands alone."""
+    found = re.match(r".*?\.\d+(?=\.)", name)
+    return found[0] if found else name
 
 
 def slot_bytes(plan: Sequence[Bucket]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,18 +169,24 @@ class WeightSync:
             check_readback(member.name, mine, theirs)
 
     def _probe(self, probe: ProbeFn) -> ProbeResult:
-        with all_or_none():
-            trainer = probe()
+        """Trainer and engines score at the same time."""
+        with ThreadPoolExecutor(1) as pool:
+            scoring = pool.submit(self._engine_scores) if is_rank0() else None
+            with all_or_none():
+                trainer = probe()
 
         def compare() -> tuple[float, float]:
             engine = self._rank0_engine()
-            scores = ask_each(engine, lambda member: member.score(self._probe_sequences))
+            scores = scoring.result() if scoring is not None else []
             results = [compare_probe(trainer, found) for found in scores]
             for member, result in zip(members(engine), results, strict=True):
                 check_probe(member.name, result, self._config.probe_max_nats)
             return max(result.max_nats for result in results), max(result.mean_nats for result in results)
 
         return ProbeResult(*from_rank0(compare))
+
+    def _engine_scores(self) -> list[list[list[float]]]:
+        return ask_each(self._rank0_engine(), lambda member: member.score(self._probe_sequences))
 
     def _on_engine(self, action: Callable[[SyncEndpoint], None]) -> None:
         from_rank0(lambda: action(self._rank0_engine()))

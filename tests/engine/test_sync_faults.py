@@ -38,7 +38,7 @@ from sync_breakage import (
     wire,
 )
 
-from mcore_rl.types import Prompt, SamplingParams, StaleRollout, WeightMismatch
+from mcore_rl.types import EngineDied, Prompt, SamplingParams, StaleRollout, WeightMismatch
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=4, stop_token_ids=(), samples_per_prompt=2, seed=1)
 PROMPT = Prompt("p", tuple(range(3, 25)), "", "")
@@ -129,11 +129,9 @@ FAULTS = [
     Fault("bucket delivered twice", "engine", "arrived twice in one update", wire("update", twice)),
     Fault("bucket loaded from the other slot", "wire digest", "damaged on the way", wire("update", other_slot)),
     Fault("wrong offset in a bucket", "wire digest", "damaged on the way", wire("update", shifted)),
-    Fault("update never opened", "engine", "start_weight_update|not been started|no active|call", wire("start", nothing)),
+    Fault("update never opened", "engine", "start_weight_update must be called before update_weights", wire("start", nothing)),
     Fault("update never closed", "read-back", "never closed", wire("finish", nothing)),
-    Fault(
-        "no answer to a bucket", "link", "no answer", wire("update", fails(RuntimeError("no answer")), at=1), error=RuntimeError
-    ),
+    Fault("no answer to a bucket", "link", "no answer", wire("update", fails(EngineDied("no answer")), at=1), error=EngineDied),
     Fault("engine out of memory at the first tensor", "engine", "not enough memory", engine("oom", "model.embed_tokens.weight")),
     Fault("engine out of memory in a layer", "engine", "not enough memory", engine("oom", EXPERT % 5)),
     Fault("engine out of memory at the last tensor", "engine", "not enough memory", engine("oom", "lm_head.weight")),

@@ -24,14 +24,17 @@ def trained(folder: Path, model: str, layout: str, steps: int) -> CliRun:
 
 
 def check_steps(run: CliRun, steps: int) -> None:
-    """Every tensor read back at every sync; trainer and engine as far apart as at the no-op sync, and no further than twice."""
+    """Every tensor read back at every sync; trainer and engine at most twice as far apart as at the no-op sync.
+
+    In float32 that is the last bits of a log-prob, which grow with it: there 1e-5 nats are allowed.
+    """
     rows = run.rows()
     assert len(rows) == steps
     for row in rows:
         floor = row["sync/floor_mean_nats"]
         assert row["sync/readback_tensors"] == row["sync/tensors"]
         assert 0.0 < floor < 0.05
-        assert row["sync/probe_mean_nats"] <= 2 * floor, (row["sync/probe_mean_nats"], floor)
-        assert row["delta_mean_abs_nats"] <= 2 * floor, (row["delta_mean_abs_nats"], floor)
+        for name in ("sync/probe_mean_nats", "delta_mean_abs_nats"):
+            assert row[name] <= max(2 * floor, 1e-5), (name, row[name], floor)
     records = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
     assert {record["weight_version"] for record in records} == {2 * step for step in range(steps)}

@@ -53,6 +53,16 @@ def test_buckets_cover_everything_once_in_order(limit, expected):
         assert ends[-1] == bucket.nbytes
 
 
+def test_a_layer_that_fits_is_not_split():
+    """Layers of 30, 30 and 50 bytes, then a tensor of its own: with 45 bytes the last layer cannot stay together."""
+    names = ["embed", *(f"model.layers.{layer}.t{i}" for layer in range(3) for i in range(2)), "norm"]
+    sizes = [10, 10, 20, 10, 20, 25, 25, 5]
+    metadata = [TensorMeta(name, torch.uint8, (size,)) for name, size in zip(names, sizes, strict=True)]
+    plan = plan_buckets(metadata, 45, align_bytes=1)
+    assert [[names.index(name) for name in bucket.names] for bucket in plan] == [[0, 1, 2], [3, 4], [5], [6, 7]]
+    assert [len(bucket.names) for bucket in plan_buckets(metadata, 100, align_bytes=1)] == [5, 3]
+
+
 def test_offsets_are_aligned_and_do_not_overlap():
     plan = plan_buckets([TensorMeta("a", torch.bfloat16, (3, 5)), TensorMeta("b", torch.float64, (2,))], 10_000)
     assert [slot.offset for slot in plan[0].slots] == [0, 64]

@@ -124,6 +124,28 @@ def test_the_order_of_a_proved_sync():
     assert all(torch.equal(stub.held[name], tensor) for name, tensor in Source(4, 2.0))
 
 
+def test_the_floor_is_the_first_probe():
+    """What later syncs are read against: the first one sends what the engine started with."""
+    sync = session(Stub(), probe_max_nats=1.0)
+    first = sync.sync(Source(0), lambda: [[-1.25, -2.0], [-3.0]])
+    later = sync.sync(Source(1), lambda: [[-1.5, -2.0], [-3.0]])
+    assert (first.floor_max_nats, later.floor_max_nats, later.probe_max_nats) == (0.25, 0.25, 0.5)
+    assert first.floor_mean_nats == later.floor_mean_nats == 0.25 / 3
+
+
+def test_a_policy_that_steps_during_a_sync_is_named():
+    """The engine would hold tensors of two versions."""
+    stub, source = Stub(), Source(4)
+
+    def probe():
+        source.version = 5
+        return VALUES
+
+    with pytest.raises(WeightMismatch, match="went from version 4 to 5 during the sync"):
+        session(stub).sync(source, probe)
+    assert "commit" not in stub.calls
+
+
 def test_all_in_one_bucket_is_one_start_and_one_finish():
     stub = Stub()
     session(stub, bucket_bytes=10_000).sync(Source(), lambda: VALUES)
@@ -167,7 +189,7 @@ def test_an_ignored_tensor_is_read_back_as_the_old_one():
         sync.sync(Source(1, 2.0), lambda: VALUES)
 
 
-def test_a_source_that_skips_or_changes_a_tensor_is_named():
+def test_a_source_that_skips_changes_repeats_or_invents_a_tensor_is_named():
     stub = Stub()
     skipping, reshaping = Source(), Source()
     skipping.bucket = lambda names: iter([(name, skipping.tensors[name]) for name in names if name != "t2"])
@@ -176,6 +198,13 @@ def test_a_source_that_skips_or_changes_a_tensor_is_named():
         session(stub).sync(skipping, lambda: VALUES)
     with pytest.raises(WeightMismatch, match=r"t0 came as \[8, 1\] torch.float32, declared \[1, 8\]"):
         session(stub).sync(reshaping, lambda: VALUES)
+    repeating, inventing = Source(), Source()
+    repeating.bucket = lambda names: iter([(name, repeating.tensors[name]) for name in names for _ in range(2)])
+    inventing.bucket = lambda names: iter([(f"{name}x", inventing.tensors[name]) for name in names])
+    with pytest.raises(WeightMismatch, match="handed out t0 twice"):
+        session(stub).sync(repeating, lambda: VALUES)
+    with pytest.raises(WeightMismatch, match="handed out t0x unasked"):
+        session(stub).sync(inventing, lambda: VALUES)
 
 
 def test_a_tensor_without_a_writer_is_named():
