@@ -24,6 +24,7 @@ from mcore_rl.progress import Progress
 from mcore_rl.rewards.user_reward import UserReward
 from mcore_rl.rollout.factory import start_engine
 from mcore_rl.rollout.fleet import Fleet
+from mcore_rl.rollout.match import trainer_facts
 from mcore_rl.run_folder import RunFolder, run_folder
 from mcore_rl.telemetry.fanout import FanOut
 from mcore_rl.telemetry.jsonl_sink import JsonlSink
@@ -91,6 +92,8 @@ def assembled(config: RunConfig) -> Iterator[Parts]:
         groups = initialize_groups(parallel_layout(config.layout), config.seed)
         stack.callback(destroy_groups)
         trainer = build_trainer(config, model_path, runtime, groups)
+        if isinstance(engine, Fleet):
+            engine.expect(trainer_facts(trainer.spec, model_path, config.rollout), folder.logs / "engine_match.txt")
         reward = UserReward(config.reward, folder.logs / "reward.log") if config.reward.function and engine else None
         if reward is not None:
             stack.callback(reward.close)

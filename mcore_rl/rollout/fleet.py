@@ -6,11 +6,14 @@ replacement once a complete sync of that has been proved. `refresh` is where eng
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+from mcore_rl.rollout.match import check_facts, compare_facts, table
 from mcore_rl.rollout.supply import EngineSupply
 from mcore_rl.rollout.vllm_engine import VllmEngine
 from mcore_rl.sync.group import EndpointGroup
@@ -36,6 +39,8 @@ class Fleet(EndpointGroup[VllmEngine]):
         self._supply = supply
         self._max_restarts = max_restarts
         self._losses = 0
+        self._expected: Mapping[str, Any] | None = None
+        self._tables: Path | None = None
         self._last_death: EngineDied | None = None
         self._seats = [_Seat(place, supply.open(place)) for place in supply.places()]
 
@@ -69,11 +74,20 @@ class Fleet(EndpointGroup[VllmEngine]):
                 self._losses += 1
                 member.close()
 
+    def expect(self, facts: Mapping[str, Any], tables: Path) -> None:
+        """Every engine must run this model (rollout.match) when it is ready; the comparisons are written to `tables`."""
+        self._expected, self._tables = facts, tables
+
     def wait_ready(self) -> None:
-        """Block until every engine has started. A run does not survive one that cannot start at its beginning."""
+        """Block until every engine has started, and compare it with the trainer. ValueError when it runs another model.
+
+        A run does not survive an engine that cannot start at its beginning.
+        """
         self.each(lambda engine: engine.wait_ready())
         for seat in self._seats:
             seat.settled = True
+        if self._expected is not None and self._tables is not None:
+            self._compare(self._expected, self._tables)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """samples_per_prompt completions per prompt, ordered by (prompt, sample), each exactly once.
@@ -136,6 +150,14 @@ class Fleet(EndpointGroup[VllmEngine]):
         """Stop what the run owns."""
         for seat in self._seats:
             seat.engine.close()
+
+    def _compare(self, expected: Mapping[str, Any], tables: Path) -> None:
+        facts = self.each(lambda engine: engine.facts())
+        found = [(engine.name, compare_facts(expected, known)) for engine, known in zip(self.members, facts, strict=True)]
+        tables.parent.mkdir(parents=True, exist_ok=True)
+        tables.write_text("\n\n".join(table(*pair) for pair in found) + "\n", encoding="utf-8")
+        for pair in found:
+            check_facts(*pair)
 
     def _follow(self) -> list[str]:
         """Seats as the supply has places now."""

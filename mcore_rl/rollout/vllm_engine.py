@@ -85,6 +85,10 @@ class VllmEngine:
         """Stop what the run owns."""
         self.link.close()
 
+    def facts(self) -> dict[str, Any]:
+        """What model the engine runs, by its first worker."""
+        return self._ask("mcore_facts", [])[0]
+
     def layout(self) -> dict[str, dict[str, Any]]:
         """HF name -> {shape, regions}: what the engine's model is made of, regions of all workers in worker order."""
         merged: dict[str, dict[str, Any]] = {}
@@ -111,7 +115,10 @@ class VllmEngine:
     def finish(self) -> list[str]:
         """Close the update; returns the names received. WeightMismatch naming what is missing."""
         self._native("finish", {})
-        received = [status["names"] for status in self._ask("mcore_status", [])]
+        statuses = self._ask("mcore_status", [])
+        if any(status["active"] for status in statuses):
+            raise WeightMismatch(f"{self.name}: the update was never closed: the engine is still waiting for tensors")
+        received = [status["names"] for status in statuses]
         if any(names != received[0] for names in received):
             raise WeightMismatch(f"{self.name}: the engine's workers received different tensors")
         return received[0]

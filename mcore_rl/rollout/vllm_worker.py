@@ -15,6 +15,7 @@ import torch
 import vllm
 
 from mcore_rl.rollout.lifeline import follow_root
+from mcore_rl.rollout.vllm_facts import engine_facts
 from mcore_rl.rollout.vllm_readback import read_digests
 from mcore_rl.rollout.vllm_routes import RouteCapture
 from mcore_rl.rollout.vllm_transfer import ShmTransferEngine, register
@@ -38,6 +39,10 @@ class WorkerExtension:
             "megatron": any(name.split(".")[0] == "megatron" for name in sys.modules),
             "cpu_megatron": "parallel.cpu_megatron" in sys.modules,
         }
+
+    def mcore_facts(self) -> dict[str, Any]:
+        """What model this is, for the comparison with the trainer's."""
+        return engine_facts(self._mcore_engine().model, self.vllm_config)  # pyright: ignore[reportAttributeAccessIssue]
 
     def mcore_layout(self) -> dict[str, Any]:
         """HF name -> full shape and the regions this worker holds, as the engine's model defines them."""

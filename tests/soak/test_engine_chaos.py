@@ -1,0 +1,48 @@
+"""An engine killed or stopped at 20 random moments of a 30-step run with held weights. About a quarter of an hour."""
+
+import random
+import signal
+
+import pytest
+from chaos_runs import compare, start_held, strike_after, table
+
+STRIKES, STEPS = 20, 30
+RUN = (
+    f"train.steps={STEPS}",
+    "rollout.max_tokens=60",
+    "rollout.max_model_len=128",
+    "rollout.request_timeout_s=10",
+    "rollout.start_timeout_s=120",
+    f"rollout.max_engine_restarts={2 * STRIKES}",
+)
+CALM_LIMIT_S, STEP_LIMIT_S = 900.0, 600.0
+
+
+@pytest.mark.timeout(3600)
+def test_twenty_deaths_cost_no_sample(tmp_path, capsys):
+    reference = start_held(tmp_path, "calm", *RUN)
+    code, _, err = reference.finish(CALM_LIMIT_S)
+    assert code == 0, err[-2000:]
+
+    chance = random.Random(5)
+    moments = sorted(chance.sample(range(1, STEPS), STRIKES))
+    disturbed = start_held(tmp_path, "struck", *RUN)
+    strikes = []
+    for number, step in enumerate(moments, start=1):
+        signum = chance.choice((signal.SIGKILL, signal.SIGSTOP))
+        delay_s = chance.uniform(0.0, 2.0)
+        strikes.append(strike_after(disturbed, number, signum, steps=step, delay_s=delay_s, limit_s=STEP_LIMIT_S))
+        if disturbed.process.poll() is not None:
+            break
+    code, _, err = disturbed.finish(STEP_LIMIT_S)
+    found = compare(disturbed, reference)
+    with capsys.disabled():
+        print("\n" + table(strikes))
+        print(f"{found.equal} of {found.total} completions equal the undisturbed run's")
+        print("\n".join(found.different))
+    assert code == 0, err[-2000:]
+    assert disturbed.rows()[-1]["engine/restarts"] >= len(strikes) == STRIKES
+    assert (len(disturbed.rows()), found.total) == (STEPS, STEPS * 4 * 2)
+    assert (found.missing, found.doubled) == ([], [])
+    assert found.equal >= 0.99 * found.total, found.different
+    assert disturbed.leftovers() == []
