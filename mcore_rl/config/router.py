@@ -14,7 +14,10 @@ class RouterMode(str, Enum):
 
 
 class ReplaySource(str, Enum):
-    """rollout (R3): the routes that the engine recorded; old (R2): those of the trainer's own `old` pass."""
+    """rollout (R3): the routes that the engine recorded; old (R2): those of the trainer's own `old` pass.
+
+    An update that is its own `old` (the first of a batch) has nothing to replay under R2: its route_coverage is 0.
+    """
 
     rollout = "rollout"
     old = "old"
