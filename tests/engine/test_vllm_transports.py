@@ -11,8 +11,9 @@ from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_ten
 from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from mcore_rl.sync.vllm_source import VllmSource
+from mcore_rl.sync.vllm_source import VllmSource, open_sender
 from mcore_rl.types import TensorMeta
+from tools.bench_sync_cuda import median_send
 
 WIDE = torch.arange(12.0).reshape(3, 4)
 
@@ -71,6 +72,26 @@ def start(info):
     source, client = Source(), Client()
     engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=VllmSource(source))
     return source, client, engine
+
+
+def test_the_benchmark_sends_through_nccl(gpu):
+    client = Client()
+    sender = open_sender("nccl", Source(), client, rank=0, meeting=("127.0.0.1", 1), workers=1)
+    assert median_send(sender.send_weights, lambda: None, 3) > 0
+    assert [step for step, _ in client.calls] == ["init", *["start", "update", "finish"] * 3]
+    assert len(gpu) == 3
+
+
+def test_ipc_is_opened_with_bounded_memory(gpu):
+    """Packed: one buffer on the GPU, not a copy of every tensor. Allocating it is where a CPU ends."""
+    client = Client()
+    open_sender("ipc", Source(), client, rank=0, meeting=("", 0), workers=1)
+    assert client.calls == [("init", {"packed": True})]
+
+
+def test_a_transport_that_wants_shards_is_refused():
+    with pytest.raises(ValueError, match="weight transport 'nccl_m2n': nccl and ipc take whole tensors"):
+        open_sender("nccl_m2n", Source(), Client(), rank=0, meeting=("127.0.0.1", 1), workers=1)
 
 
 def test_our_source_is_a_vllm_source():
