@@ -38,10 +38,23 @@ def proved_sync(run: Run) -> SyncReport:
     while True:
         _refresh(run)
         try:
+            if run.config.rollout.sleep_level:
+                on_rank0(lambda: None if run.fleet is None else run.fleet.wake())
             return run.weight_sync.sync(source, lambda: probe_logprobs(run))
         except EngineDied:
             if not _survives(run):
                 raise
+
+
+def rest(run: Run) -> None:
+    """The engines are not needed until the next sync: with rollout.sleep_level they give their GPU memory back."""
+    if not run.config.rollout.sleep_level:
+        return
+    try:
+        on_rank0(lambda: None if run.fleet is None else run.fleet.rest())
+    except EngineDied:  # the next sync replaces it
+        if not _survives(run):
+            raise
 
 
 def probe_logprobs(run: Run) -> list[list[float]]:

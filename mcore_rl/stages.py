@@ -11,7 +11,7 @@ from mcore_rl.auditing import audit_step
 from mcore_rl.batching import RolloutBatch, build_rollout_batch, split_updates, train_batch
 from mcore_rl.config.schema import ReplaySource, RouterMode
 from mcore_rl.data_gate import early_kill_reason
-from mcore_rl.engine_calls import ask_engine, engine_metrics, proved_sync
+from mcore_rl.engine_calls import ask_engine, engine_metrics, proved_sync, rest
 from mcore_rl.rewards.checks import score_completions
 from mcore_rl.routes import EncodedRoutes
 from mcore_rl.run import Run
@@ -116,6 +116,7 @@ def advantages(
     Raises StaleRollout for a completion of other weights; ValueError for a lost, doubled or altered sample.
     """
     config, train = run.config, run.config.train
+    rest(run)
     selection, lengths = config.algorithm.selection, [len(completion.token_ids) for completion in completions]
     paid = with_length_penalty(scores, lengths, selection, config.rollout.max_tokens)
     rollout = build_rollout_batch(

@@ -116,6 +116,7 @@ class RolloutConfig:
     in `url`, or in url_file (one address a line), which is read again before every sync.
 
     max_engine_restarts: deaths of engines that a run survives, all together; 0 ends it with the first.
+    sleep_level: engines give GPU memory back while the trainer works: 1 keeps their weights in host memory, 2 drops them.
     """
 
     engine: EngineKind = EngineKind.vllm
@@ -135,6 +136,7 @@ class RolloutConfig:
     start_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
     max_engine_restarts: int = 3
+    sleep_level: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int = 32

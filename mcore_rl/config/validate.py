@@ -18,6 +18,7 @@ from mcore_rl.data.band_task import BandTask
 from mcore_rl.data.build import BuiltTask, build_task
 from mcore_rl.data_gate import gate_band
 from mcore_rl.rewards.user_reward import UserReward
+from mcore_rl.rollout.sleep import check_level
 from mcore_rl.types import Prompt
 from models.delta_net_kernel import check_kernel
 
@@ -48,6 +49,7 @@ def _device(config: RunConfig, local_ranks: int | None) -> None:
         require(torch.cuda.is_available(), "device=cuda", "torch finds no CUDA device; use device=cpu")
     cuda = config.device is not Device.cpu and torch.cuda.is_available()
     require(cuda or config.model.impl is not Impl.te, "model.impl=te", "TransformerEngine needs a GPU; use model.impl=auto")
+    check_level(config.rollout.sleep_level, cuda=cuda)
     count = torch.cuda.device_count() if cuda else 0
     if cuda and local_ranks is not None:
         require(

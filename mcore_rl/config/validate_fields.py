@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from mcore_rl.config.requirement import at_least, positive, require
 from mcore_rl.config.schema import DType, EngineKind, OptimizerConfig, Placement, ReplaySource, RouterMode, RunConfig
 from mcore_rl.config.validate_reward import validate_data_gate, validate_reward, validate_task_fields
+from mcore_rl.rollout.addresses import check_url
 
 MAX_HELD_OUT_PROMPTS = 100_000
 WANDB_MODES = ("offline", "online", "disabled")
@@ -92,6 +93,7 @@ def _rollout(config: RunConfig) -> None:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname)
         require(good, f"rollout.url={url}", "an address like http://127.0.0.1:8000 is needed")
+        check_url(f"rollout.url={url}", url)
     at_least(0, [("rollout.max_engine_restarts", rollout.max_engine_restarts)])
     sizes = [
         ("engines", rollout.engines),

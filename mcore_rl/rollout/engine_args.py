@@ -43,6 +43,8 @@ def engine_arguments(
         "disable_log_stats": True,
         "seed": 0,
     }
+    if config.sleep_level:
+        arguments["enable_sleep_mode"] = True
     if device == "cuda":
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         if routes:
@@ -60,6 +62,7 @@ def engine_environment(config: RolloutConfig, *, device: str, base: Mapping[str,
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # never pickles on vLLM's own wires, whatever the environment says
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.tensor_parallel == 1 else "1",
     }
     if device == "cpu":

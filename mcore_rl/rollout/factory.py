@@ -72,4 +72,5 @@ def _url_link(rollout: RolloutConfig, url: str) -> UrlLink:
 
 def _engine(config: RunConfig, link: EngineLink) -> VllmEngine:
     reader = RouteReader(link, native=_device(config) == "cuda") if records_routes(config) else None
-    return VllmEngine(link, max_model_len=config.rollout.max_model_len, routes=reader)
+    rollout = config.rollout
+    return VllmEngine(link, max_model_len=rollout.max_model_len, routes=reader, sleep_level=rollout.sleep_level)

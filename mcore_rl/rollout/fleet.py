@@ -134,6 +134,14 @@ class Fleet(EndpointGroup[VllmEngine]):
             lines += self._follow() + self._replace()
         return lines
 
+    def rest(self) -> None:
+        """Let every engine give its GPU memory back, where a sleep level is set."""
+        self.each(lambda engine: engine.rest())
+
+    def wake(self) -> None:
+        """Let every engine take it again."""
+        self.each(lambda engine: engine.wake())
+
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Every engine usable inside."""

@@ -42,6 +42,14 @@ class EngineLink(Protocol):
         """The label in force."""
         ...
 
+    def sleep(self, level: int) -> None:
+        """Give the GPU memory back (rollout.sleep)."""
+        ...
+
+    def wake(self) -> None:
+        """Take it again."""
+        ...
+
     def health(self) -> None:
         """EngineDied when it does not answer."""
         ...

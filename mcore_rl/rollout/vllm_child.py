@@ -42,6 +42,15 @@ class Engine:
             for output, request in zip(outputs, requests, strict=True)
         ]
 
+    def distributions(self, sequences: list[list[int]], starts: list[int], count: int) -> list[list[list[list[Any]]]]:
+        """Per sequence and token from its start on: the `count` likeliest tokens there (-1: all) and their log-probs."""
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": count, "detokenize": False}
+        outputs = self._run([{"token_ids": ids, "sampling": sampling} for ids in sequences])
+        return [
+            [[list(row), [found.logprob for found in row.values()]] for row in output.prompt_logprobs[start:]]
+            for output, start in zip(outputs, starts, strict=True)
+        ]
+
     def native(self, step: str, payload: dict[str, Any]) -> None:
         """One call of vLLM's weight-transfer lifecycle."""
         if step == "init":
@@ -68,6 +77,14 @@ class Engine:
     def get_version(self) -> str:
         """The label in force."""
         return self._llm.get_weight_version()
+
+    def sleep(self, level: int) -> None:
+        """Give the GPU memory back; the weights stay in host memory at level 1 and are dropped at level 2."""
+        self._llm.sleep(level=level)
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        self._llm.wake_up()
 
     def ping(self) -> bool:
         """Answer at all."""

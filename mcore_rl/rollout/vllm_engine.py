@@ -13,6 +13,7 @@ from mcore_rl.errors import EngineRefused
 from mcore_rl.rollout.link import EngineLink
 from mcore_rl.rollout.route_reader import RouteReader
 from mcore_rl.rollout.sampling import generation_requests, score_sampling
+from mcore_rl.rollout.sleep import SleepCycle
 from mcore_rl.types import Completion, Prompt, SamplingParams, StaleRollout, WeightMismatch
 
 UNPROVED = "unproved"
@@ -22,11 +23,12 @@ _FINISH_REASONS = ("stop", "length")
 class VllmEngine:
     """Implements types.RolloutEngine and sync.endpoint.SyncEndpoint over an EngineLink."""
 
-    def __init__(self, link: EngineLink, *, max_model_len: int, routes: RouteReader | None = None) -> None:
-        """Nothing is asked of the engine yet; it may still be starting."""
+    def __init__(self, link: EngineLink, *, max_model_len: int, routes: RouteReader | None = None, sleep_level: int = 0) -> None:
+        """Nothing is asked of the engine yet; it may still be starting. sleep_level: how deep `rest` is."""
         self.link = link
         self._max_model_len = max_model_len
         self._routes = routes
+        self._cycle = SleepCycle(link, sleep_level)
         self._version: int | None = None
 
     @property
@@ -49,6 +51,7 @@ class VllmEngine:
         StaleRollout when no proved weights are loaded or an output echoes another version.
         """
         requests = generation_requests(prompts, sampling, self._max_model_len)
+        self._cycle.require_usable(self.name)
         if self._version is None:
             raise StaleRollout(f"{self.name} holds no proved weights: a complete weight sync must come first")
         outputs = self._generated(requests)
@@ -72,10 +75,24 @@ class VllmEngine:
         requests = [{"token_ids": list(ids), "sampling": score_sampling()} for ids in token_ids]
         return self.link.score(requests)
 
+    def rest(self) -> None:
+        """Give the GPU memory back, where a sleep level is set; at level 2 the version goes with the weights."""
+        self._cycle.rest()
+        if self._cycle.empty:
+            self._version = None
+
+    def wake(self) -> None:
+        """Take the memory again. At level 2 a complete sync must follow before the first sample."""
+        self._cycle.wake()
+
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """The engine shares nothing with the trainer, so it always is."""
-        yield
+        """Usable inside, at rest outside; always usable where no sleep level is set."""
+        self.wake()
+        try:
+            yield
+        finally:
+            self.rest()
 
     def health(self) -> None:
         """EngineDied when it does not answer."""
@@ -148,6 +165,7 @@ class VllmEngine:
         found = self.link.get_version()
         if found != str(version):
             raise WeightMismatch(f"{self.name}: version was set to {version}, the engine says {found!r}")
+        self._cycle.proved()
         self._version = version
 
     def _completion(self, prompt: Prompt, index: int, output: dict[str, Any]) -> Completion:

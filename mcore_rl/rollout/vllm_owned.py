@@ -80,6 +80,10 @@ class OwnedLink:
         """Prompt log-probs in the order of the requests."""
         return self._call("score", requests)
 
+    def distributions(self, sequences: list[list[int]], starts: list[int], count: int) -> list[list[list[list[Any]]]]:
+        """Per sequence and token from its start on: the `count` likeliest tokens there (-1: all) and their log-probs."""
+        return self._call("distributions", sequences, starts, count)
+
     def native(self, step: str, payload: dict[str, Any]) -> None:
         """One call of the weight-transfer lifecycle: init, start, update, finish."""
         self._call("native", step, payload)
@@ -99,6 +103,14 @@ class OwnedLink:
     def get_version(self) -> str:
         """The engine's own label."""
         return self._call("get_version")
+
+    def sleep(self, level: int) -> None:
+        """Give the GPU memory back."""
+        self._call("sleep", level)
+
+    def wake(self) -> None:
+        """Take it again."""
+        self._call("wake")
 
     def health(self) -> None:
         """EngineDied when the child is gone or does not answer."""
@@ -149,6 +161,9 @@ class OwnedLink:
             return json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError) as failure:
             raise self._died(op) from failure
+        except json.JSONDecodeError as failure:
+            self._kill()
+            raise EngineDied(f"rollout engine {self.name} answered '{op}' with something that is no JSON") from failure
 
     def _result(self, op: str, answer: dict[str, Any]) -> Any:
         if "error" in answer:

@@ -1,7 +1,8 @@
 """Start a vLLM server that a run can sync with: `python -m mcore_rl.rollout.vllm_server --model DIR --port N`.
 
 Nothing but the command line and environment such a server needs, so a server can just as well be started by hand.
-Loopback by default: the routes that change weights have no authentication.
+Loopback by default; another address needs a key (MCORE_RL_ENGINE_KEY), because the routes that change weights can do
+anything.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from mcore_rl.config.schema import DType, RolloutConfig
+from mcore_rl.rollout.addresses import GUARD, check_address, engine_key
 from mcore_rl.rollout.engine_args import engine_arguments, engine_environment
 from mcore_rl.rollout.lifeline import become_root
 
@@ -43,6 +45,7 @@ def server_command(
     command += ["--weight-transfer-config", json.dumps(arguments["weight_transfer_config"])]
     command += ["--enforce-eager"] if config.enforce_eager else []
     command += ["--enable-expert-parallel"] if config.expert_parallel else []
+    command += ["--middleware", GUARD] if engine_key() else []
     return [*command, *extra]
 
 
@@ -58,13 +61,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m mcore_rl.rollout.vllm_server", description=__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--host", default=LOOPBACK, help="address to listen on; anything but loopback exposes the weights")
+    parser.add_argument("--host", default=LOOPBACK, help="address to listen on; anything but loopback needs a key")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=[kind.value for kind in DType], default=defaults.dtype.value)
     parser.add_argument("--tensor-parallel", type=int, default=defaults.tensor_parallel)
     parser.add_argument("--max-model-len", type=int, default=defaults.max_model_len)
     parser.add_argument("--max-num-seqs", type=int, default=defaults.max_num_seqs)
     options, extra = parser.parse_known_args(argv)
+    try:
+        check_address("--host", options.host)
+    except ValueError as refusal:
+        parser.error(str(refusal))
     config = RolloutConfig(
         dtype=DType(options.dtype),
         tensor_parallel=options.tensor_parallel,

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from mcore_rl.errors import EngineRefused
+from mcore_rl.rollout.addresses import check_url, key_headers
 from mcore_rl.types import EngineDied
 
 _GENERATE = "/inference/v1/generate"
@@ -26,16 +27,19 @@ _NATIVE = {
 _POLL_S = 0.5
 _CONNECT_S = 5.0
 _HEALTH_S = 10.0
+_RETRIES = 2
+_RETRY_S = 0.2
 
 
 class UrlLink:
     """One server. Nothing is asked of it before `wait_ready`."""
 
     def __init__(self, url: str, *, start_timeout_s: float, request_timeout_s: float, max_connections: int) -> None:
-        """url: http://host:port of the server. ValueError when it is no such thing."""
+        """url: http://host:port of the server. ValueError when it is no such thing, or neither loopback nor behind a key."""
         address = httpx.URL(url)
         if address.scheme not in ("http", "https") or not address.host:
             raise ValueError(f"rollout.url={url!r}: expected http://host:port")
+        check_url(f"rollout.url={url}", url)
         self.name = f"vllm at {url} (log: where that server was started)"
         self._url = url.rstrip("/")
         self._start_timeout_s = start_timeout_s
@@ -43,7 +47,10 @@ class UrlLink:
         # No connection is kept: the server drops idle ones and those of a failed request, which would look like its death.
         self._limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=0)
         # trust_env off: a proxy for the internet has no business between a run and its engine.
-        self._client = httpx.Client(base_url=self._url, timeout=self._timeout, limits=self._limits, trust_env=False)
+        self.headers = key_headers()
+        self._client = httpx.Client(
+            base_url=self._url, timeout=self._timeout, limits=self._limits, headers=self.headers, trust_env=False
+        )
         self._ready = False
 
     def wait_ready(self) -> None:
@@ -96,6 +103,14 @@ class UrlLink:
         """The server's own label."""
         return self._ask("GET", "/weight_info", None)["weight_version"]
 
+    def sleep(self, level: int) -> None:
+        """Give the server's GPU memory back."""
+        self._post(f"/sleep?level={level}", {})
+
+    def wake(self) -> None:
+        """Take it again."""
+        self._post("/wake_up", {})
+
     def health(self) -> None:
         """EngineDied when the server or the engine behind it does not answer."""
         if not self._answers():
@@ -146,16 +161,37 @@ class UrlLink:
         return [self._content(_GENERATE, response) for response in responses]
 
     async def _gather(self, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
-        client = httpx.AsyncClient(base_url=self._url, timeout=self._timeout, limits=self._limits, trust_env=False)
+        client = httpx.AsyncClient(
+            base_url=self._url, timeout=self._timeout, limits=self._limits, headers=self.headers, trust_env=False
+        )
         async with client:
-            return await asyncio.gather(*(client.post(_GENERATE, json=body) for body in bodies))
+            return await asyncio.gather(*(self._persist(client, index, bodies) for index in range(len(bodies))))
+
+    async def _persist(self, client: httpx.AsyncClient, index: int, bodies: list[dict[str, Any]]) -> httpx.Response:
+        """One request, asked again when its connection broke: its seed is in it, so the answer is the same."""
+        for attempt in range(_RETRIES):
+            try:
+                return await client.post(_GENERATE, json=bodies[index])
+            except httpx.TimeoutException as failure:
+                which = f"request {index} of {len(bodies)} ({len(bodies[index]['token_ids'])} prompt tokens)"
+                limit = self._timeout.read
+                raise EngineDied(f"rollout engine {self.name} did not answer {which} of '{_GENERATE}' in {limit} s") from failure
+            except httpx.TransportError:
+                await asyncio.sleep(_RETRY_S * (attempt + 1))
+        return await client.post(_GENERATE, json=bodies[index])
 
     def _content(self, path: str, response: httpx.Response) -> Any:
         if response.is_success:
-            return response.json() if response.content else None
+            return self._checked(path, response.json() if response.content else None)
         if response.is_server_error:
             self.health()
         raise EngineRefused(f"{self.name}: {path}: HTTP {response.status_code}: {_reason(response)}")
+
+    def _checked(self, path: str, body: Any) -> Any:
+        """A server may report a failure with status 200 (EngineRefused)."""
+        if isinstance(body, dict) and body.get("error"):
+            raise EngineRefused(f"{self.name}: {path}: status 200 with an error: {str(body['error'])[:1000]}")
+        return body
 
     def _died(self, path: str, failure: httpx.TransportError) -> EngineDied:
         how = "did not answer in time" if isinstance(failure, httpx.TimeoutException) else "died or is unreachable"

@@ -47,6 +47,8 @@ FIELDS = {
     "rollout=url rollout.url=[http://a:1] rollout.engines=2": ["rollout.engines=2", "rollout.placement=owned only"],
     "rollout=url rollout.url=[http://a:1,http://a:1]": ["rollout.url", "twice"],
     "rollout.url_file=servers.txt": ["rollout.url_file=servers.txt", "rollout.placement=url only"],
+    "rollout=url rollout.url=[http://10.0.0.7:1]": ["rollout.url=http://10.0.0.7:1", "not loopback"],
+    "rollout.sleep_level=2": ["rollout.sleep_level=2", "engines on a CPU cannot sleep"],
     "rollout.placement=url": ["rollout.placement=url", "rollout.url=[http://host:port]"],
     "rollout.url=[http://a:1]": ["rollout.url", "rollout.placement=url only"],
     "rollout=url rollout.url=[localhost]": ["rollout.url=localhost", "http://127.0.0.1:8000"],
