@@ -31,7 +31,9 @@ class ScoringPolicy:
 def run_with(mode):
     config = RunConfig()
     config.router.mode = mode
-    return SimpleNamespace(config=config, policy=ScoringPolicy(), stop_token_ids=(2,), clock=StageClock(), reference=None, own_sampler=None)
+    return SimpleNamespace(
+        config=config, policy=ScoringPolicy(), stop_token_ids=(2,), clock=StageClock(), reference=None, own_sampler=None
+    )
 
 
 def test_the_first_update_is_its_own_old():
