@@ -199,9 +199,9 @@ class UrlLink:
 
 
 def _completion(choice: dict[str, Any]) -> dict[str, Any]:
-    content = choice["logprobs"]["content"]
+    content = (choice["logprobs"] or {}).get("content") or []  # what is missing is refused where it is counted
     return {
-        "token_ids": choice["token_ids"],
+        "token_ids": choice["token_ids"] or [],
         "logprobs": [row["logprob"] for row in content],
         "finish_reason": choice["finish_reason"],
         "versions": sorted({span["version"] for span in choice["weight_versions"] or []}),
