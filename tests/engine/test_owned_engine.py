@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import hf_trainer
 import pytest
 
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout.match import check_facts, compare_facts, trainer_facts
 from mcore_rl.rollout.vllm_engine import VllmEngine
 from mcore_rl.types import Prompt, SamplingParams, StaleRollout
+from models.registry import read_spec
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=12, stop_token_ids=(2,), samples_per_prompt=4, seed=7)
 
@@ -31,6 +35,24 @@ def test_the_engine_process_is_no_trainer(moe_ready):
     assert info["megatron"] is False
     assert info["cpu_megatron"] is False
     assert info["threads"] == 1
+
+
+def test_the_engine_says_which_model_it_runs(moe_ready, dense_ready):
+    """As its own modules and configuration have it, and as the trainer reads it from the same folder."""
+    facts = moe_ready.engine.facts()
+    folder = Path(facts["model_folder"])
+    found = compare_facts(trainer_facts(read_spec(folder), folder, RolloutConfig()), facts)
+    check_facts("moe", found)
+    assert {fact.name for fact in found if fact.verdict == "same"} >= {
+        *("architecture", "layers", "vocabulary", "precision", "max_length", "moe_layers", "experts", "top_k"),
+        *("norm_topk_prob", "scoring", "router_dtype"),
+    }
+    assert (facts["expert_parallel"], facts["expert_placement"]) == (1, "linear")
+    folder = Path(dense_ready.engine.facts()["model_folder"])
+    dense = trainer_facts(read_spec(folder), folder, RolloutConfig())
+    check_facts("dense", compare_facts(dense, dense_ready.engine.facts()))
+    with pytest.raises(ValueError, match=r"runs another model: architecture is Qwen3MoeForCausalLM in the engine"):
+        check_facts("moe", compare_facts(dense, facts))
 
 
 def test_an_engine_without_proved_weights_refuses_to_sample(moe_ready):

@@ -18,12 +18,31 @@ RUN = (
 CALM_LIMIT_S, STEP_LIMIT_S = 900.0, 600.0
 
 
-@pytest.mark.timeout(3600)
-def test_twenty_deaths_cost_no_sample(tmp_path, capsys):
-    reference = start_held(tmp_path, "calm", *RUN)
-    code, _, err = reference.finish(CALM_LIMIT_S)
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """What the run draws when nobody disturbs it."""
+    run = start_held(tmp_path_factory.mktemp("calm"), "calm", *RUN)
+    code, _, err = run.finish(CALM_LIMIT_S)
     assert code == 0, err[-2000:]
+    return run
 
+
+@pytest.mark.timeout(1800)
+def test_two_engines_draw_the_same_and_one_death_is_taken_over(tmp_path, reference):
+    run = start_held(tmp_path, "two", *RUN, "rollout.engines=2")
+    struck = strike_after(run, 1, signal.SIGKILL, steps=10, delay_s=0.3, limit_s=STEP_LIMIT_S)
+    code, _, err = run.finish(CALM_LIMIT_S)
+    assert code == 0, err[-2000:]
+    found = compare(run, reference)
+    assert (found.total, found.missing, found.doubled) == (STEPS * 4 * 2, [], [])
+    assert found.equal >= 0.99 * found.total, found.different
+    assert (run.rows()[-1]["engine/restarts"], run.rows()[-1]["engine/alive"]) == (1, 2)
+    assert struck.recovered_s < STEP_LIMIT_S
+    assert run.leftovers() == []
+
+
+@pytest.mark.timeout(3600)
+def test_twenty_deaths_cost_no_sample(tmp_path, capsys, reference):
     chance = random.Random(5)
     moments = sorted(chance.sample(range(1, STEPS), STRIKES))
     disturbed = start_held(tmp_path, "struck", *RUN)

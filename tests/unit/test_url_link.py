@@ -78,7 +78,7 @@ def serve():
 
     def start(behave=None, request_timeout_s=5.0):
         server = Server(behave)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         started.append(server)
         link = UrlLink(server.url, start_timeout_s=5, request_timeout_s=request_timeout_s, max_connections=8)
         engine = VllmEngine(link, max_model_len=64)
