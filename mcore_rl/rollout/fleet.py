@@ -126,6 +126,7 @@ class Fleet(EndpointGroup[VllmEngine]):
         Every engine must be synced after a change. EngineDied when more died than the run survives, or none is left and
         none comes.
         """
+        self._look_after()
         if self._last_death is not None and self._losses > self._max_restarts:
             raise self._last_death
         lines = self._follow() + self._replace()
@@ -158,6 +159,13 @@ class Fleet(EndpointGroup[VllmEngine]):
         """Stop what the run owns."""
         for seat in self._seats:
             seat.engine.close()
+
+    def _look_after(self) -> None:
+        """Notice engines that died, or were started again by somebody, since they were last asked."""
+        running = [seat.engine for seat in self._seats if seat.settled and seat.death is None]
+        for outcome in self.outcomes([(engine, lambda member: member.same_process()) for engine in running]):
+            if isinstance(outcome, Exception) and not isinstance(outcome, EngineDied):
+                raise outcome
 
     def _compare(self, expected: Mapping[str, Any], tables: Path) -> None:
         facts = self.each(lambda engine: engine.facts())

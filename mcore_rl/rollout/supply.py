@@ -12,6 +12,7 @@ from mcore_rl.rollout.vllm_engine import VllmEngine
 from mcore_rl.types import EngineDied
 
 _POLL_S = 1.0
+_WRITING_S = 2.0
 
 
 class EngineSupply(Protocol):
@@ -79,8 +80,15 @@ class UrlSupply:
         self._wait_s = wait_s
 
     def places(self) -> Sequence[str]:
-        """The addresses of now. ValueError when the file names none, or one twice."""
-        return self._urls if self._file is None else read_url_file(self._file)
+        """The addresses of now. ValueError when the file names none, or one twice, and goes on doing so."""
+        if self._file is None:
+            return self._urls
+        deadline = time.monotonic() + _WRITING_S
+        while time.monotonic() < deadline:
+            with suppress(ValueError):  # it may be in the middle of being written
+                return read_url_file(self._file)
+            time.sleep(_WRITING_S / 10)
+        return read_url_file(self._file)
 
     def open(self, place: str) -> VllmEngine:
         """A link to the server; nothing is asked of it yet."""
@@ -100,9 +108,8 @@ class UrlSupply:
         """Until the file changes or a server at an old address answers."""
         deadline = time.monotonic() + self._wait_s
         while time.monotonic() < deadline:
-            with suppress(ValueError):  # a file that is being written; a wrong one is refused when it is used
-                if list(self.places()) != list(places):
-                    return
+            if list(self.places()) != list(places):
+                return
             for place in places:
                 engine = self.reopen(place)
                 if engine is not None:

@@ -14,7 +14,7 @@ from mcore_rl.rollout.link import EngineLink
 from mcore_rl.rollout.route_reader import RouteReader
 from mcore_rl.rollout.sampling import generation_requests, score_sampling
 from mcore_rl.rollout.sleep import SleepCycle
-from mcore_rl.types import Completion, Prompt, SamplingParams, StaleRollout, WeightMismatch
+from mcore_rl.types import Completion, EngineDied, Prompt, SamplingParams, StaleRollout, WeightMismatch
 
 UNPROVED = "unproved"
 _FINISH_REASONS = ("stop", "length")
@@ -30,6 +30,7 @@ class VllmEngine:
         self._routes = routes
         self._cycle = SleepCycle(link, sleep_level)
         self._version: int | None = None
+        self._processes: list[int] = []
 
     @property
     def name(self) -> str:
@@ -102,6 +103,13 @@ class VllmEngine:
         """Stop what the run owns."""
         self.link.close()
 
+    def same_process(self) -> None:
+        """EngineDied when the engine does not answer, or another process answers in its place: that holds other weights."""
+        found = [info["pid"] for info in self._ask("mcore_info", [])]
+        if self._processes and found != self._processes:
+            raise EngineDied(f"rollout engine {self.name} was started again: process {found[0]} answers for {self._processes[0]}")
+        self._processes = found
+
     def facts(self) -> dict[str, Any]:
         """What model the engine runs, by its first worker."""
         return self._ask("mcore_facts", [])[0]
@@ -171,6 +179,7 @@ class VllmEngine:
     def _completion(self, prompt: Prompt, index: int, output: dict[str, Any]) -> Completion:
         where = f"{self.name}: completion {prompt.prompt_id}/{index}"
         if output["versions"] != [str(self._version)]:
+            self.same_process()
             raise StaleRollout(f"{where} was sampled with weights {output['versions']}, version {self._version} was proved")
         token_ids, logprobs = tuple(output["token_ids"]), tuple(output["logprobs"])
         if not token_ids or len(token_ids) != len(logprobs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 from typing import Any, Generic, TypeVar
 
 from mcore_rl.sync.endpoint import SyncEndpoint
@@ -40,11 +40,7 @@ class EndpointGroup(ABC, Generic[E]):
 
     def outcomes(self, calls: Sequence[tuple[E, Callable[[E], T]]]) -> list[T | Exception]:
         """Each call's result or error, all at the same time; a death is reported to `lost` too."""
-        if len(calls) < 2:
-            found = [_outcome(call, member) for member, call in calls]
-        else:
-            with ThreadPoolExecutor(len(calls)) as pool:
-                found = list(pool.map(lambda pair: _outcome(pair[1], pair[0]), calls))
+        found = [_outcome(call, member) for member, call in calls] if len(calls) < 2 else _at_once(calls)
         for (member, _), outcome in zip(calls, found, strict=True):
             if isinstance(outcome, EngineDied):
                 self.lost(member, outcome)
@@ -131,6 +127,22 @@ def shares(
             starts[name] += count
         cut.append(mine)
     return cut
+
+
+def _at_once(calls: Sequence[tuple[E, Callable[[E], T]]]) -> list[T | Exception]:
+    """Daemon threads: a run that is interrupted does not wait for an engine that hangs."""
+    found: dict[int, T | Exception] = {}
+
+    def answer(index: int, member: E, call: Callable[[E], T]) -> None:
+        found[index] = RuntimeError("a call ended without a result")
+        found[index] = _outcome(call, member)
+
+    threads = [Thread(target=answer, args=(index, *pair), name="engine-call", daemon=True) for index, pair in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[index] for index in range(len(calls))]
 
 
 def _outcome(call: Callable[[E], T], member: E) -> T | Exception:

@@ -43,6 +43,9 @@ class Engine:
     def wait_ready(self):
         self._step("wait_ready")
 
+    def same_process(self):
+        self._step("same_process")
+
     def generate(self, prompts, sampling):
         self.asked.append([prompt.prompt_id for prompt in prompts])
         if self.version is None:
@@ -353,6 +356,22 @@ def test_when_nobody_comes_the_run_ends(tmp_path):
         servers.fleet.generate(PROMPTS, SAMPLING)
     with pytest.raises(EngineDied, match=r"no rollout engine is left at http://a:1 and none came within"):
         servers.fleet.refresh()
+
+
+def test_a_file_in_the_middle_of_being_written_is_read_again(tmp_path):
+    servers = Servers(tmp_path, "http://a:1")
+    servers.up.add("http://b:1")
+    servers.file.write_text("")
+    threading.Timer(0.3, lambda: servers.write("http://a:1", "http://b:1")).start()
+    assert servers.fleet.refresh() == ["engine http://b:1 joined; it gets a complete sync before its first sample"]
+
+
+def test_a_death_between_two_questions_is_noticed_before_the_sync():
+    made = Made(2).synced()
+    made.engines[0].dies_in = "same_process"
+    [line] = made.fleet.refresh()
+    assert "engine0.0 died during 'same_process'; replaced (death 1 of at most 3)" in line
+    assert len(made.engines) == 3 and made.fleet.version is None
 
 
 def test_a_file_of_addresses_is_read_strictly(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from mcore_rl.errors import EngineRefused
 from mcore_rl.rollout.vllm_engine import VllmEngine
 from mcore_rl.rollout.vllm_url import UrlLink
-from mcore_rl.types import EngineDied, Prompt, SamplingParams
+from mcore_rl.types import EngineDied, Prompt, SamplingParams, StaleRollout
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=4, stop_token_ids=(), samples_per_prompt=2, seed=5)
 PROMPTS = [Prompt(f"p{i}", (1, 2, 10 + i), "", "") for i in range(3)]
@@ -30,6 +30,7 @@ class Server(ThreadingHTTPServer):
         self.seen: Counter[str] = Counter()
         self.bodies: list[dict] = []
         self.version = "0"
+        self.pid = 7
 
     @property
     def url(self):
@@ -42,6 +43,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/collective_rpc":
+            return self._answer({"results": [{"pid": self.server.pid}]})
         if self.path == "/update_weight_version":
             self.server.version = body["new_version"]
         if self.path != "/inference/v1/generate":
@@ -82,6 +85,7 @@ def serve():
         started.append(server)
         link = UrlLink(server.url, start_timeout_s=5, request_timeout_s=request_timeout_s, max_connections=8)
         engine = VllmEngine(link, max_model_len=64)
+        engine.same_process()
         engine.commit(0)
         return server, engine
 
@@ -135,4 +139,21 @@ def test_the_engine_is_asked_with_token_ids_and_a_seed_of_its_own_for_every_samp
 def test_what_is_missing_is_refused_and_never_made_up(serve, lost, message):
     _, engine = serve(lambda count, body: lost)
     with pytest.raises(EngineRefused, match=message):
+        engine.generate(PROMPTS, SAMPLING)
+
+
+def test_a_server_that_was_started_again_is_a_death_and_no_stale_answer(serve):
+    """Somebody restarted it at the same address: it answers, with the weights it was started with."""
+    server, engine = serve()
+    server.version, server.pid = "initial", 8
+    with pytest.raises(EngineDied, match="was started again: process 8 answers for 7"):
+        engine.generate(PROMPTS, SAMPLING)
+    with pytest.raises(EngineDied, match="was started again"):
+        engine.same_process()
+
+
+def test_another_label_on_the_same_server_is_stale(serve):
+    server, engine = serve()
+    server.version = "9"
+    with pytest.raises(StaleRollout, match=r"sampled with weights \['9'\], version 0 was proved"):
         engine.generate(PROMPTS, SAMPLING)
