@@ -46,7 +46,7 @@ fmt: env  ## format and sort imports
 bench: env  ## a GSPO step against TRL's, checkpoint conversion, log-probs against plain logits, packing, the weight sync
 	@$(BIN)/python tools/run_tests.py bench bench_convert bench_logprob bench_packing bench_sync
 
-soak: env  ## long runs (none yet)
+soak: env  ## long runs: engines killed at 20 random moments, a server replaced in mid-run, SmolLM2 converted
 	@$(BIN)/python tools/run_tests.py soak
 
 parity: env  ## table of families x layouts: logits, log-probs, gradients; packed and padded
