@@ -14,7 +14,7 @@ from mcore_rl.config.reward import DataGateConfig
 from mcore_rl.data.band_file import Band
 
 ALL_WRONG, MIXED, ALL_RIGHT = "all_wrong", "mixed", "all_right"
-# Not a law: where one bucket holds this much, somebody should look before a run is started.
+# Not a law: where one unanimous bucket holds this much, somebody should look before a run is started.
 LOOK_SHARE = 0.8
 
 
@@ -150,7 +150,7 @@ def table(summary: GateSummary, config: DataGateConfig, verdict: str | None) -> 
     lines += [
         f"{count / prompts:.0%} of the prompts are {name}: look at them"
         for name, count in counts
-        if count >= LOOK_SHARE * prompts
+        if name != "mixed" and count >= LOOK_SHARE * prompts
     ]
     lines.append("launch rule: passes" if verdict is None else f"launch rule: KILL, {verdict}")
     return lines

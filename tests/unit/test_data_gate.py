@@ -102,6 +102,7 @@ def test_the_table_says_what_to_look_at():
     assert "10 prompts x 8 samples: accuracy 0.050" in text
     assert "90% of the prompts are all wrong: look at them" in text
     assert "launch rule: passes" in text
+    assert "look at them" not in "\n".join(table(summarise_rates(rates(*[4] * 10), GATE), GATE, None))
     assert "KILL, too few" in "\n".join(table(found, GATE, "too few"))
 
 
