@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import re
 import socket
-import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -94,31 +92,26 @@ def test_the_guard_asks_for_the_key_on_every_route_but_health(monkeypatch):
         KeyGuard(lambda *_: None)
 
 
-class Bomb:
-    def __reduce__(self):
-        return (Path.touch, (Path("unpickled"),))
+BOMB = b"cos\nmkdir\n(Vunpickled\ntR."  # a pickle, by hand: os.mkdir("unpickled") when it is opened
+
+
+def pipe():
+    ours, theirs = socket.socketpair()
+    return Connection(ours.detach()), Connection(theirs.detach())
 
 
 def test_a_pickle_on_the_pipe_is_not_opened(tmp_path, monkeypatch):
     """The child reads bytes as JSON: a pickle is no message, and nothing in it runs."""
     monkeypatch.chdir(tmp_path)
-    ours, theirs = socket.socketpair()
-    near, far = Connection(ours.detach()), Connection(theirs.detach())
-    failures = []
-
-    def child():
-        try:
-            vllm_child.serve(far, None)
-        except ValueError as failure:
-            failures.append(failure)
-
-    thread = threading.Thread(target=child)
-    thread.start()
-    near.send_bytes(pickle.dumps(Bomb()))
-    thread.join(10)
-    assert len(failures) == 1 and not (tmp_path / "unpickled").exists()
-    pickle.loads(pickle.dumps(Bomb()))
-    assert (tmp_path / "unpickled").exists()  # the bomb does work
+    near, far = pipe()
+    near.send_bytes(BOMB)
+    with pytest.raises(ValueError, match="Expecting value"):
+        vllm_child.serve(far, None)
+    assert not (tmp_path / "unpickled").exists()
+    near, far = pipe()
+    near.send_bytes(BOMB)
+    far.recv()  # this one unpickles
+    assert (tmp_path / "unpickled").exists()
 
 
 def test_no_code_between_run_and_engine_unpickles():
