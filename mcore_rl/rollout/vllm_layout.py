@@ -192,7 +192,7 @@ def _add_delta_net(layout: Layout, module: QwenGatedDeltaNetAttention, path: str
 
 def _add_convolution(layout: Layout, owner: QwenGatedDeltaNetAttention, path: str, hf_path: str) -> None:
     """[q, k, v channels, 1, taps]: a rank holds its heads' channels of each section."""
-    dtype, row, before = owner.conv1d.weight.dtype, 0, 0
+    dtype, row, before = owner.conv1d.get_parameter("weight").dtype, 0, 0
     shape = (owner.conv_dim, 1, owner.conv_kernel_size)
     for section in (owner.key_dim, owner.key_dim, owner.value_dim):
         length = section // owner.tp_size
