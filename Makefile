@@ -47,7 +47,7 @@ bench: env  ## a GSPO step against TRL's, checkpoint conversion, log-probs again
 	@$(BIN)/python tools/run_tests.py bench bench_convert bench_logprob bench_packing bench_sync
 
 soak: env  ## long runs: engines killed at 20 random moments, a server replaced in mid-run, SmolLM2 converted
-	@$(BIN)/python tools/run_tests.py soak
+	@$(BIN)/python tools/run_tests.py soak long
 
 parity: env  ## table of families x layouts: logits, log-probs, gradients; packed and padded
 	@$(BIN)/python tools/run_tests.py parity

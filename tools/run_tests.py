@@ -33,7 +33,10 @@ TESTS = {
         "tests/engine/test_when_engines_die.py",
     ),
     "soak": ("tests/soak",),
+    "long": ("tests/dist", "tests/engine"),
 }
+# Tests marked `long` repeat on more models or layouts what a shorter one shows; they run with the soak.
+MARKED = {"unit": "not long", "dist": "not long", "engine": "not long", "long": "long"}
 SCRIPTS = {
     "parity": "tools/parity.py",
     "bench": "tools/bench.py",
@@ -73,10 +76,12 @@ def lint() -> bool:
     return not failed
 
 
-def pytest(paths: tuple[str, ...]) -> bool:
+def pytest(section: str) -> bool:
     """Some files or folders of tests, on two workers. None found is a failure: pytest's exit status 5."""
     workers = ["-n", str(min(2, os.cpu_count() or 1)), "--dist", "loadgroup"]
-    return run(["python", "-m", "pytest", *paths, *workers, "--durations=5", *os.environ.get("PYTEST_ARGS", "").split()])
+    marked = ["-m", MARKED[section]] if section in MARKED else []
+    extra = ["--durations=5", *os.environ.get("PYTEST_ARGS", "").split()]
+    return run(["python", "-m", "pytest", *TESTS[section], *workers, *marked, *extra])
 
 
 def run_section(section: str) -> bool:
@@ -89,16 +94,16 @@ def run_section(section: str) -> bool:
         print(f"{section}: nothing to run yet, {', '.join(missing)} does not exist")
         return False
     if section == "chaos":
-        return chaos(targets)
-    return pytest(targets) if section in TESTS else run(["python", *targets])
+        return chaos()
+    return pytest(section) if section in TESTS else run(["python", *targets])
 
 
-def chaos(targets: tuple[str, ...]) -> bool:
+def chaos() -> bool:
     """Break syncs and engines; every fault a test saw caught is a row of the table. Too few rows are a failure."""
     FAULT_TABLE.parent.mkdir(parents=True, exist_ok=True)
     FAULT_TABLE.unlink(missing_ok=True)
     os.environ["MCORE_RL_FAULT_TABLE"] = str(FAULT_TABLE)
-    passed = pytest(targets)
+    passed = pytest("chaos")
     lines = FAULT_TABLE.read_text(encoding="utf-8").splitlines() if FAULT_TABLE.exists() else []
     rows = {row["fault"]: row for row in map(json.loads, lines)}
     print(f"\n{'fault':72s} {'caught by':14s} seconds")
