@@ -36,10 +36,10 @@ def run_ranks(checkpoint: Path, rounds: int) -> dict[str, Any]:
     """Both trainer ranks; rank 0 starts the engine. SystemExit naming the log when one fails."""
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
     shared |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "LOCAL_WORLD_SIZE": str(RANKS), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "tools" / "bench_sync_case.py"), str(checkpoint), str(TMPFS), str(rounds)]
+    command = [sys.executable, str(ROOT / "tools" / "bench_sync_case.py"), str(checkpoint), str(TMPFS), str(FOLDER), str(rounds)]
     ranks = []
     for rank in range(RANKS):
-        log = (FOLDER / f"rank{rank}.log").open("w")
+        log = (FOLDER / f"rank{rank}.log").open("w") if rank else None  # rank 0 tells how it goes
         environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True))
     output, _ = ranks[0].communicate()
@@ -47,7 +47,7 @@ def run_ranks(checkpoint: Path, rounds: int) -> dict[str, Any]:
         rank.communicate()
     lines = [line for line in output.splitlines() if line.startswith(MARK)]
     if any(rank.returncode for rank in ranks) or not lines:
-        raise SystemExit(f"bench_sync failed; logs: {FOLDER}/rank*.log, {TMPFS}/engine.log")
+        raise SystemExit(f"bench_sync failed; logs: {FOLDER}/rank1.log, {FOLDER}/engine.log")
     return json.loads(lines[0].removeprefix(MARK))
 
 

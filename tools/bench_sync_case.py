@@ -1,4 +1,4 @@
-"""One trainer rank of `bench_sync.py` (two of them, EP=2): python tools/bench_sync_case.py CHECKPOINT FOLDER ROUNDS.
+"""One trainer rank of `bench_sync.py` (two of them, EP=2): python tools/bench_sync_case.py CHECKPOINT TMPFS FOLDER ROUNDS.
 
 Rank 0 owns the engine. Rounds go floor, sync, files, in turns; then full read-backs. Rank 0 prints one JSON line.
 """
@@ -63,6 +63,8 @@ class Figures:
         work()
         dist.barrier()
         self.seconds.setdefault(kind, []).append(time.perf_counter() - started)
+        if dist.get_rank() == 0:
+            print(f"{kind:20s} {self.seconds[kind][-1]:6.2f} s", file=sys.stderr, flush=True)  # stdout is the parent's
 
 
 class Trainer:
@@ -149,7 +151,7 @@ def start_engine(checkpoint: Path, folder: Path) -> VllmEngine:
     return VllmEngine(link, max_model_len=64)
 
 
-def measure(trainer: Trainer, engine: VllmEngine | None, folder: Path, rounds: int) -> dict[str, Any]:
+def measure(trainer: Trainer, engine: VllmEngine | None, tmpfs: Path, rounds: int) -> dict[str, Any]:
     """All rounds. The first sync sets the segment up and reads everything back; the floor's segment exists only here."""
     figures, config = Figures(), SyncConfig(probe_max_nats=1.0, bucket_bytes=BUCKET_BYTES)
     session = WeightSync(engine, config, probe_sequences=PROBE)
@@ -166,7 +168,7 @@ def measure(trainer: Trainer, engine: VllmEngine | None, folder: Path, rounds: i
             config.readback_every = every
             with watching(pids if dist.get_rank() == 0 else {}, figures):
                 sync(kind)
-        figures.timed("files", lambda: save_and_reload(trainer, engine, folder))
+        figures.timed("files", lambda: save_and_reload(trainer, engine, tmpfs))
     for _ in range(3):
         session.request_full_readback()
         sync("sync_full_readback")
@@ -201,12 +203,12 @@ def save_and_reload(trainer: Trainer, engine: VllmEngine | None, folder: Path) -
 
 def main() -> None:
     """Command line."""
-    checkpoint, folder, rounds = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    checkpoint, tmpfs, folder = (Path(argument) for argument in sys.argv[1:4])
     die_with_parent()
     runtime = start_runtime("cpu", timeout_s=600)
     engine = start_engine(checkpoint, folder) if runtime.rank == 0 else None
     try:
-        found = measure(Trainer(checkpoint), engine, folder, rounds)
+        found = measure(Trainer(checkpoint), engine, tmpfs, int(sys.argv[4]))
         if runtime.rank == 0:
             sys.stdout.write(MARK + json.dumps(found) + "\n")
             sys.stdout.flush()
