@@ -1,5 +1,6 @@
-"""Property tests draw the same cases on every machine, and a busy machine is not a failure. Who shares a worker."""
+"""Property tests draw the same cases on every machine, and a busy machine is not a failure. Who shares a worker, what is long."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,26 @@ settings.register_profile("project", deadline=None, derandomize=True)
 settings.load_profile("project")
 
 ALONE = {"dist", "engine"}
+# More models or layouts of what a test beside them shows, or whole runs of minutes: `make soak` runs these.
+LONG = re.compile(
+    "|".join(
+        (
+            r"test_checkpoint_convert\.py::test_what_megatron_saves\S*\[qwen3_next",
+            r"test_contract_engines\.py",
+            r"test_data_gate_runs\.py",
+            r"test_gpu_check\.py::test_every_part",
+            r"test_meta_build\.py::test_hybrids",
+            r"test_model_gradients\.py::test_layouts_agree",
+            r"test_model_weights\.py::test_import_on_one_layout\S*float32",
+            r"test_parity\.py::test_cell\[(llama_tied_6|qwen2)",
+            r"test_policy_layouts\.py::test_clipping\S*world=2",
+            r"test_router_replay\.py::test_every_layout.*recompute=True",
+            r"test_sync_layouts\.py::\S*\[(tp2|ep2|pp2)\]",
+            r"test_train_models\.py::test_two_steps\[tiny_dense",
+            r"test_train_sampler\.py::test_routes_of",
+        )
+    )
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,3 +38,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         shared = "starting" in getattr(item, "fixturenames", ())
         if Path(item.path).parent.name in ALONE:
             item.add_marker(pytest.mark.xdist_group("engines" if shared else item.path.stem))
+        if LONG.search(item.nodeid):
+            item.add_marker(pytest.mark.long)
