@@ -89,7 +89,11 @@ def table(name: str, facts: list[Fact]) -> str:
 
 
 def _fact(name: str, trainer: Any, engine: Any) -> Fact:
-    return Fact(name, *("-" if value is None else str(value) for value in (trainer, engine)), _verdict(name, trainer, engine))
+    return Fact(name, _shown(trainer), _shown(engine), _verdict(name, trainer, engine))
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else str(value)
 
 
 def _verdict(name: str, trainer: Any, engine: Any) -> str:
