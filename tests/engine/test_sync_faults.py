@@ -68,12 +68,7 @@ FAULTS = [
         "handed out model.norm.wait unasked",
         only(NORM, lambda t: [("model.norm.wait", t)]),
     ),
-    Fault(
-        "source transposes a tensor",
-        "source",
-        r"came as \[320, 64\]",
-        only("lm_head.weight", lambda t: t.t().reshape(320, 64)[:319]),
-    ),
+    Fault("source transposes a tensor", "source", r"came as \[64, 320\]", only("lm_head.weight", lambda t: t.t())),
     Fault("source rounds a tensor to bf16", "source", "came as .*bfloat16", only(SQUARE, lambda t: t.bfloat16())),
     Fault("source fails in the middle", "source", "lost", only(EXPERT % 5, lambda t: fails(OSError(5, "lost"))()), error=OSError),
     Fault("policy steps in mid-sync", "version", "went from version 1 to 2 during the sync", stepping),
