@@ -42,15 +42,6 @@ class Engine:
             for output, request in zip(outputs, requests, strict=True)
         ]
 
-    def distributions(self, sequences: list[list[int]], starts: list[int], count: int) -> list[list[list[list[Any]]]]:
-        """Per sequence and token from its start on: the `count` likeliest tokens there (-1: all) and their log-probs."""
-        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": count, "detokenize": False}
-        outputs = self._run([{"token_ids": ids, "sampling": sampling} for ids in sequences])
-        return [
-            [[list(row), [found.logprob for found in row.values()]] for row in output.prompt_logprobs[start:]]
-            for output, start in zip(outputs, starts, strict=True)
-        ]
-
     def native(self, step: str, payload: dict[str, Any]) -> None:
         """One call of vLLM's weight-transfer lifecycle."""
         if step == "init":

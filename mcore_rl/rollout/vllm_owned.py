@@ -80,10 +80,6 @@ class OwnedLink:
         """Prompt log-probs in the order of the requests."""
         return self._call("score", requests)
 
-    def distributions(self, sequences: list[list[int]], starts: list[int], count: int) -> list[list[list[list[Any]]]]:
-        """Per sequence and token from its start on: the `count` likeliest tokens there (-1: all) and their log-probs."""
-        return self._call("distributions", sequences, starts, count)
-
     def native(self, step: str, payload: dict[str, Any]) -> None:
         """One call of the weight-transfer lifecycle: init, start, update, finish."""
         self._call("native", step, payload)
