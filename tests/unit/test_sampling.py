@@ -98,7 +98,7 @@ class Link:
         """Accepts all."""
 
     def rpc(self, method, args):
-        return [{"names": ["a"], "error": ""}]
+        return [{"names": ["a"], "error": "", "pid": 1}]
 
     def reset_prefix_cache(self):
         return False
