@@ -13,7 +13,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 
 from mcore_rl.sync.vllm_source import VllmSource, open_sender
 from mcore_rl.types import TensorMeta
-from tools.bench_sync_cuda import median_send
 
 WIDE = torch.arange(12.0).reshape(3, 4)
 
@@ -74,10 +73,11 @@ def start(info):
     return source, client, engine
 
 
-def test_the_benchmark_sends_through_nccl(gpu):
+def test_several_syncs_through_nccl(gpu):
     client = Client()
     sender = open_sender("nccl", Source(), client, rank=0, meeting=("127.0.0.1", 1), workers=1)
-    assert median_send(sender.send_weights, lambda: None, 3) > 0
+    for _ in range(3):
+        sender.send_weights()
     assert [step for step, _ in client.calls] == ["init", *["start", "update", "finish"] * 3]
     assert len(gpu) == 3
 
