@@ -77,8 +77,9 @@ def lint() -> bool:
 
 
 def pytest(section: str) -> bool:
-    """Some files or folders of tests, on two workers. None found is a failure: pytest's exit status 5."""
-    workers = ["-n", str(min(2, os.cpu_count() or 1)), "--dist", "loadgroup"]
+    """A section's tests, those of unit and dist on two workers. None found is a failure: pytest's exit status 5."""
+    # Engines and whole runs fill the cores by themselves.
+    workers = ["-n", str(min(2, os.cpu_count() or 1)), "--dist", "loadgroup"] if section in ("unit", "dist") else []
     marked = ["-m", MARKED[section]] if section in MARKED else []
     extra = ["--durations=5", *os.environ.get("PYTEST_ARGS", "").split()]
     return run(["python", "-m", "pytest", *TESTS[section], *workers, *marked, *extra])
