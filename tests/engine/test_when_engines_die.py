@@ -94,8 +94,9 @@ def test_too_slow_a_start_is_stopped(tmp_path):
 
 
 PARENT = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.engine_args import engine_arguments, engine_environment
 from mcore_rl.rollout.vllm_owned import OwnedLink
