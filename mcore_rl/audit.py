@@ -69,7 +69,7 @@ def audit_record(
         "run_id": context.run_id,
         "phase": context.phase,
         "step": context.step,
-        "sample_id": f"{completion.prompt_id}/{completion.sample_index}",
+        "sample_id": completion.sample_id,
         "group_id": completion.prompt_id,
         "dataset": context.dataset,
         "qid": _sha256(prompt.question)[:16],

@@ -35,11 +35,6 @@ class RolloutBatch:
     facts: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-def sample_id(completion: Completion) -> str:
-    """Unique name of one completion."""
-    return f"{completion.prompt_id}/{completion.sample_index}"
-
-
 def build_rollout_batch(
     prompts: Sequence[Prompt],
     completions: Sequence[Completion],
@@ -59,7 +54,7 @@ def build_rollout_batch(
     check_completions(prompts, completions, version=version, samples_per_prompt=samples_per_prompt)
     if len(scores) != len(completions):
         raise ValueError(f"{len(completions)} completions but {len(scores)} scores")
-    names = [sample_id(c) for c in completions]
+    names = [c.sample_id for c in completions]
     tokens = response_batch([c.prompt_token_ids for c in completions], [c.token_ids for c in completions], names)
     routes = batch_routes([c.routes for c in completions], [ids.numel() for ids in tokens.token_ids], names)
     tokens = replace(tokens, routes=routes)
@@ -129,7 +124,7 @@ def check_completions(
     for completion in completions:
         _check_one(sent, completion, version)
         if completion.sample_index in returned[completion.prompt_id]:
-            raise ValueError(f"sample {sample_id(completion)} came back twice")
+            raise ValueError(f"sample {completion.sample_id} came back twice")
         returned[completion.prompt_id].add(completion.sample_index)
     lost = [f"{name} ({len(got)})" for name, got in returned.items() if len(got) != samples_per_prompt]
     if lost:
@@ -137,7 +132,7 @@ def check_completions(
 
 
 def _check_one(sent: Mapping[str, Prompt], completion: Completion, version: int) -> None:
-    name = sample_id(completion)
+    name = completion.sample_id
     prompt = sent.get(completion.prompt_id)
     if prompt is None:
         raise ValueError(f"sample {name} belongs to no prompt of this batch")

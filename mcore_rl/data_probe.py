@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.auditing import auditor
+from mcore_rl.batching import check_completions
 from mcore_rl.data.band_file import Band, BandRow, Conditions, different_conditions, read_conditions, write_band
 from mcore_rl.data.band_task import rendering_sha256
 from mcore_rl.data.build import BuiltTask
@@ -23,8 +24,9 @@ from mcore_rl.rewards.checks import score_completions
 from mcore_rl.run import Run
 from mcore_rl.run_folder import write_json
 from mcore_rl.seams import RolloutEngine
+from mcore_rl.stages import training_sampling
 from mcore_rl.telemetry.jsonl import dump_line, read_rows
-from mcore_rl.types import Completion, Prompt, SamplingParams, Score, StaleRollout, StopRun
+from mcore_rl.types import Completion, Prompt, Score, StopRun
 from parallel.collectives import on_rank0
 
 PROBE_FORMAT = 1
@@ -103,24 +105,15 @@ def earlier_rows(path: str | None, conditions: Conditions) -> list[PassRate]:
 
 def _sample(run: Run, engine: RolloutEngine, prompts: Sequence[Prompt], version: int) -> list[PassRate]:
     """Pass rates of these prompts, appended to probe.jsonl. On rank 0."""
-    config, rollout = run.config.data_gate, run.config.rollout
-    sampling = SamplingParams(
-        temperature=rollout.temperature,
-        max_tokens=rollout.max_tokens,
-        stop_token_ids=run.stop_token_ids,
-        top_p=rollout.top_p,
-        samples_per_prompt=config.samples_per_prompt,
-        seed=run.config.seed,
-    )
+    samples = run.config.data_gate.samples_per_prompt
+    sampling = replace(training_sampling(run, 0), samples_per_prompt=samples, seed=run.config.seed)
     completions = engine.generate(prompts, sampling)
-    stale = {c.version for c in completions} - {version}
-    if stale:
-        raise StaleRollout(f"probe samples were drawn with weights of version {sorted(stale)}, the policy is at {version}")
+    check_completions(prompts, completions, version=version, samples_per_prompt=samples)
     scores = score_completions(run.task, prompts, completions, run.reward)
     observe = auditor(run, "probe")
     if observe is not None:
         observe(prompts, completions, scores)
-    rows = pass_rates(prompts, completions, scores, samples=config.samples_per_prompt)
+    rows = pass_rates(prompts, completions, scores, samples=samples)
     with _rows_file(run).open("a", encoding="utf-8") as file:
         file.writelines(dump_line(asdict(row)) + "\n" for row in rows)
     return rows

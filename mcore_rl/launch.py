@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 
-import torch
-
 from mcore_rl.config.compose import resolved_yaml
-from mcore_rl.config.schema import Device, RunConfig
+from mcore_rl.config.device import uses_cuda
+from mcore_rl.config.schema import RunConfig
 from mcore_rl.config.validate import validate
 from mcore_rl.ranks import run_ranks
 from mcore_rl.run_folder import fresh_folder, write_launch
@@ -43,11 +42,6 @@ def _say(line: str) -> None:
 def rank_environment(config: RunConfig) -> dict[str, str]:
     """What every rank's environment needs: one thread each, and on CPU no compiler (inductor would need a C++ one)."""
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    if not uses_cuda(config):
+    if not uses_cuda(config.device):
         env["TORCHDYNAMO_DISABLE"] = "1"
     return env
-
-
-def uses_cuda(config: RunConfig) -> bool:
-    """Device.auto is CUDA where there is one."""
-    return config.device is Device.cuda or (config.device is Device.auto and torch.cuda.is_available())

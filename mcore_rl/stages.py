@@ -152,9 +152,9 @@ def with_old_logprobs(run: Run, updates: Sequence[TrainBatch]) -> tuple[TrainBat
 
     The first update is its own `old`: its forward runs at the weights that sampled it. Not where the training forward
     is jittered (there every update gets `old` from a clean pass), nor where the update itself is made from `old`. Where the
-    trainer itself sampled, what it recorded is its `old` pass.
+    trainer itself sampled, what it recorded is its `old` pass; but a pass whose routes are replayed must have kept them.
     """
-    if run.own_sampler is not None:
+    if run.own_sampler is not None and run.config.router.mode is not RouterMode.replay:
         return tuple(replace(update, old_logprobs=update.sampler_logprobs) for update in updates)
     always = run.config.router.mode is RouterMode.jitter or needs_old(run.config.algorithm)
     ready: list[TrainBatch] = []

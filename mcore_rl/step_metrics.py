@@ -139,6 +139,7 @@ def _sync_metrics(synced: SyncReport) -> dict[str, float]:
         "sync/readback_tensors": float(synced.readback_tensors),
         "sync/probe_max_nats": synced.probe_max_nats,
         "sync/probe_mean_nats": synced.probe_mean_nats,
+        "sync/floor_max_nats": synced.floor_max_nats,
         "sync/floor_mean_nats": synced.floor_mean_nats,
         **{f"sync_seconds/{name}": value for name, value in synced.seconds.items()},
     }

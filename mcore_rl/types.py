@@ -72,6 +72,11 @@ class Completion:
     version: int
     routes: EncodedRoutes | None = None
 
+    @property
+    def sample_id(self) -> str:
+        """Unique name: prompt id and sample index."""
+        return f"{self.prompt_id}/{self.sample_index}"
+
 
 @dataclass(frozen=True)
 class Score:

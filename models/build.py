@@ -13,9 +13,9 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
+from models.checkpoint_layout import layers_alike
 from models.delta_net_kernel import check_kernel
 from models.layer_spec import block_spec, resolve_impl
-from models.ownership import layers_of
 from models.parameters import canonical_parameters, unwrapped
 from models.registry import weight_map
 from models.router_policy import RouterControl, RouterPolicy
@@ -45,7 +45,7 @@ def check_buildable(spec: ModelSpec, layout: ParallelLayout, options: BuildOptio
         raise ValueError(f"router.mode = {options.router.mode} needs a mixture-of-experts model; {spec.architecture} is dense")
     if spec.moe is not None and spec.moe.top_k == 1 and spec.moe.norm_topk_prob:
         raise ValueError("num_experts_per_tok = 1 with norm_topk_prob = true gives the router no gradient; it is not supported")
-    if spec.delta_net is not None and options.device.type == "cuda":
+    if spec.delta_net is not None:
         check_kernel(options.device)
 
 
@@ -84,7 +84,7 @@ def transformer_config(spec: ModelSpec, layout: ParallelLayout, options: BuildOp
         apply_rope_fusion=te,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        hetereogenous_dist_checkpoint=bool(spec.dense_layers or spec.linear_layers),
+        hetereogenous_dist_checkpoint=not layers_alike(spec),
         **_parallel_fields(layout),
         **_recompute_fields(options),
         **_expert_fields(spec, options, te=te),
@@ -145,7 +145,7 @@ def build_model(spec: ModelSpec, groups: ProcessGroups, options: BuildOptions) -
     impl, control = resolve_impl(options.impl, options.device), RouterControl(options.router, stream)
     chunks = []
     for stage in range(layout.chunks):
-        layers = layers_of(spec, layout, groups.at.pp, stage)
+        layers = layout.chunk_layers(spec.num_layers, groups.at.pp, stage)
         block = block_spec(config, spec, layers, impl=impl, control=control)
         chunks.append(_chunk(spec, config, block, groups, stage))
     mark_split_weights(chunks)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.checkpoint_layout import Section, extra_state_keys, layers_alike, sections_of
 from models.checkpoint_writer import Item, finish_checkpoint, write_items
-from models.convert_staging import Report, Staging, Step, check_free_space
+from models.convert_staging import Report, Staging, Step, check_free_space, sync_path
 from models.spec import ModelSpec
 from models.weight_map import Rule
 
@@ -120,6 +120,8 @@ class _Writer:
         folder = self.staging.folder / COMPANIONS
         folder.mkdir(exist_ok=True)
         self.source.write_companions(folder, fsync=self.options.fsync)
+        for path in folder.rglob("*") if self.options.fsync else ():
+            sync_path(path)
 
 
 def write_megatron(source: Source, rules: tuple[Rule, ...], options: ImportOptions, staging: Staging, report: Report) -> None:

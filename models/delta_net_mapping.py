@@ -8,51 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from models.mapping import Shape, check_shapes
+from models.mapping import OnePart, Sections, Shape, check_shapes, shard_sections
 from models.spec import DeltaNetSpec
 
 
-def shard_sections(whole: Tensor, sections: Sequence[int], rank: int, size: int) -> Tensor:
-    """The rank-th of `size` equal pieces of every section of dimension 0; ValueError when a section does not divide."""
-    if whole.shape[0] != sum(sections):
-        raise ValueError(f"{whole.shape[0]} rows are not the sections {tuple(sections)}")
-    for section in sections:
-        if section % size:
-            raise ValueError(f"{section} rows of the sections {tuple(sections)} do not divide over {size} tensor-parallel ranks")
-    return torch.cat([part.chunk(size)[rank] for part in whole.split(list(sections))])
+class _HeadSections(Sections, Protocol):
+    """Sections of heads: nothing is cut where the key heads do not divide, even if the rows would."""
 
+    delta_net: DeltaNetSpec
 
-def join_sections(shards: Sequence[Tensor], sections: Sequence[int]) -> Tensor:
-    """The whole from every rank's pieces: `shard_sections` reversed."""
-    local = [section // len(shards) for section in sections]
-    parts = [shard.split(local) for shard in shards]
-    return torch.cat([rank_parts[number] for number in range(len(sections)) for rank_parts in parts])
+    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        """Every section's rows of this rank's heads."""
+        self.delta_net.part(size)
+        return shard_sections(whole, self.sections, rank, size)
 
 
 @dataclass(frozen=True)
-class _InputProjection:
+class _InputProjection(_HeadSections):
     """in_proj [q, k, v, z, b, a rows, hidden]; the two Hugging Face spellings differ in their parts only."""
 
     delta_net: DeltaNetSpec
     hidden_size: int
 
     @property
-    def sharded(self) -> bool:
-        """Always."""
-        return True
-
-    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """Every section's rows of this rank's heads."""
-        self.delta_net.part(size)
-        return shard_sections(whole, self.delta_net.projection_sections, rank, size)
-
-    def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """Whole sections from every rank's rows."""
-        return join_sections(shards, self.delta_net.projection_sections)
+    def sections(self) -> tuple[int, ...]:
+        """q, k, v, z, b, a."""
+        return self.delta_net.projection_sections
 
 
 @dataclass(frozen=True)
@@ -107,7 +93,7 @@ class FuseDeltaNetFlat(_InputProjection):
 
 
 @dataclass(frozen=True)
-class DeltaNetConv:
+class DeltaNetConv(OnePart, _HeadSections):
     """conv1d.weight [q, k, v channels, 1, taps]: one kernel per channel."""
 
     delta_net: DeltaNetSpec
@@ -115,34 +101,16 @@ class DeltaNetConv:
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """One part."""
-        return ((sum(self.delta_net.conv_sections), 1, self.delta_net.conv_width),)
+        return ((sum(self.sections), 1, self.delta_net.conv_width),)
 
     @property
-    def sharded(self) -> bool:
-        """Always."""
-        return True
-
-    def fuse(self, parts: Sequence[Tensor]) -> Tensor:
-        """The part itself."""
-        check_shapes(parts, self.shapes)
-        return parts[0]
-
-    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """The whole itself."""
-        return (whole.contiguous(),)
-
-    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """The q, k and v channels of this rank's heads."""
-        self.delta_net.part(size)
-        return shard_sections(whole, self.delta_net.conv_sections, rank, size)
-
-    def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """Whole q, k and v channels from every rank's."""
-        return join_sections(shards, self.delta_net.conv_sections)
+    def sections(self) -> tuple[int, ...]:
+        """q, k, v."""
+        return self.delta_net.conv_sections
 
 
 @dataclass(frozen=True)
-class HeadVector:
+class HeadVector(OnePart, _HeadSections):
     """A_log or dt_bias [value heads]; a rank holds those of its heads."""
 
     delta_net: DeltaNetSpec
@@ -150,27 +118,9 @@ class HeadVector:
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """One part."""
-        return ((self.delta_net.num_v_heads,),)
+        return (self.sections,)
 
     @property
-    def sharded(self) -> bool:
-        """Always."""
-        return True
-
-    def fuse(self, parts: Sequence[Tensor]) -> Tensor:
-        """The part itself."""
-        check_shapes(parts, self.shapes)
-        return parts[0]
-
-    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """The whole itself."""
-        return (whole.contiguous(),)
-
-    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """Consecutive value heads: those of this rank's key heads."""
-        self.delta_net.part(size)
-        return shard_sections(whole, self.shapes[0], rank, size)
-
-    def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """All heads in order."""
-        return torch.cat(tuple(shards))
+    def sections(self) -> tuple[int, ...]:
+        """The value heads are one."""
+        return (self.delta_net.num_v_heads,)

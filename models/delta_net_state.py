@@ -19,8 +19,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-PROJECTION_NAMES = ("query", "key", "value", "z", "beta", "alpha")
-CONVOLUTION_NAMES = PROJECTION_NAMES[:3]
+from models.checkpoint_layout import CONV_SECTIONS, PROJECTION_SECTIONS
 
 
 def _by_section(whole: ShardedTensor, data: Tensor, names: Sequence[str], sections: Sequence[int]) -> ShardedTensorFactory:
@@ -58,8 +57,8 @@ def delta_net_state(layer: Any, prefix: str, sharded_offsets: Any, metadata: Any
         child = layer.get_submodule(name)
         state |= sharded_state_dict_default(child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=layer.tp_group)
     for name, names, sections in (
-        ("in_proj.weight", PROJECTION_NAMES, layer.sizes.projection_sections),
-        ("conv1d.weight", CONVOLUTION_NAMES, layer.sizes.conv_sections),
+        ("in_proj.weight", PROJECTION_SECTIONS, layer.sizes.projection_sections),
+        ("conv1d.weight", CONV_SECTIONS, layer.sizes.conv_sections),
     ):
         state[prefix + name] = _by_section(state[prefix + name], layer.get_parameter(name), names, sections)
     return state

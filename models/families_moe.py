@@ -23,10 +23,6 @@ def shared_ffn_of(spec: ModelSpec) -> int:
     return size
 
 
-def _sparse(spec: ModelSpec, layer: int) -> bool:
-    return spec.has_experts(layer)
-
-
 def _shared(spec: ModelSpec, layer: int) -> bool:
     return spec.moe is not None and spec.moe.shared_ffn_size is not None and spec.has_experts(layer)
 
@@ -36,21 +32,21 @@ EXPERTS = (
         LAYER + "mlp.router.weight",
         (MLP + "gate.weight",),
         lambda s: Rename((moe_of(s).num_experts, s.hidden_size)),
-        applies=_sparse,
+        applies=ModelSpec.has_experts,
         own_dtype=True,
     ),
     Template(
         LAYER + "mlp.experts.{expert}.linear_fc1.weight",
         (MLP + "experts.{expert}.gate_proj.weight", MLP + "experts.{expert}.up_proj.weight"),
         lambda s: FuseGateUp(moe_of(s).ffn_size, s.hidden_size),
-        applies=_sparse,
+        applies=ModelSpec.has_experts,
         per_expert=True,
     ),
     Template(
         LAYER + "mlp.experts.{expert}.linear_fc2.weight",
         (MLP + "experts.{expert}.down_proj.weight",),
         lambda s: Rename((s.hidden_size, moe_of(s).ffn_size), 1),
-        applies=_sparse,
+        applies=ModelSpec.has_experts,
         per_expert=True,
     ),
 )

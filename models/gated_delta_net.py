@@ -30,9 +30,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from models.delta_net_kernel import load_kernel
-from models.delta_net_mapping import shard_sections
 from models.delta_net_state import delta_net_state
 from models.gated_delta_rule import DeltaRuleInputs, causal_convolution, chunked_gated_delta_rule
+from models.mapping import shard_sections
 from models.spec import DeltaNetSpec
 from parallel.context import gather_sequence, shard_sequence
 from parallel.head_exchange import heads_to_tokens, tokens_to_heads

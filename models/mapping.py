@@ -65,8 +65,75 @@ def _rows(shards: Sequence[Tensor]) -> Tensor:
     return shards[0] if len(shards) == 1 else torch.cat(tuple(shards))
 
 
+def shard_sections(whole: Tensor, sections: Sequence[int], rank: int, size: int) -> Tensor:
+    """The rank-th of `size` equal pieces of every section of dimension 0; ValueError when a section does not divide."""
+    if whole.shape[0] != sum(sections):
+        raise ValueError(f"{whole.shape[0]} rows are not the sections {tuple(sections)}")
+    return whole if size == 1 else torch.cat([_chunk(part, 0, rank, size) for part in whole.split(list(sections))])
+
+
+def join_sections(shards: Sequence[Tensor], sections: Sequence[int]) -> Tensor:
+    """The whole from every rank's pieces: `shard_sections` reversed."""
+    if len(shards) == 1:
+        return shards[0]
+    parts = [shard.split([section // len(shards) for section in sections]) for shard in shards]
+    return torch.cat([rank_parts[number] for number in range(len(sections)) for rank_parts in parts])
+
+
+class OnePart(Op, Protocol):
+    """An op of one Hugging Face tensor, which is the whole as it is."""
+
+    def fuse(self, parts: Sequence[Tensor]) -> Tensor:
+        """The part itself."""
+        check_shapes(parts, self.shapes)
+        return parts[0]
+
+    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """The whole itself."""
+        return (whole.contiguous(),)
+
+
+class Sections(Op, Protocol):
+    """An op whose rows are sections, each of them cut over the ranks: a rank holds its piece of the first, of the second..."""
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Rows of each section of the whole."""
+        ...
+
+    @property
+    def sharded(self) -> bool:
+        """Always."""
+        return True
+
+    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        """This rank's rows of every section."""
+        return shard_sections(whole, self.sections, rank, size)
+
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
+        """Whole sections from every rank's rows."""
+        return join_sections(shards, self.sections)
+
+
+class Rows(Op, Protocol):
+    """An op whose ranks hold consecutive rows."""
+
+    @property
+    def sharded(self) -> bool:
+        """Always."""
+        return True
+
+    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        """Consecutive rows; of q, k and v whole groups when the kv heads divide, Megatron's split groups when they do not."""
+        return _chunk(whole, 0, rank, size)
+
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
+        """Concatenate rows."""
+        return _rows(shards)
+
+
 @dataclass(frozen=True)
-class Rename:
+class Rename(OnePart):
     """One tensor under another name. shard_dim: 0 column parallel, 1 row parallel, None replicated."""
 
     shape: Shape
@@ -82,15 +149,6 @@ class Rename:
         """True with a shard_dim."""
         return self.shard_dim is not None
 
-    def fuse(self, parts: Sequence[Tensor]) -> Tensor:
-        """The part itself."""
-        check_shapes(parts, self.shapes)
-        return parts[0]
-
-    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """The whole itself."""
-        return (whole.contiguous(),)
-
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """The rank-th slice along shard_dim."""
         return whole if self.shard_dim is None else _chunk(whole, self.shard_dim, rank, size)
@@ -103,7 +161,7 @@ class Rename:
 
 
 @dataclass(frozen=True)
-class VocabRows:
+class VocabRows(OnePart):
     """Embedding or head [vocab, hidden], column parallel over rows that are padded with zeros to multiple x ranks."""
 
     vocab_size: int
@@ -120,15 +178,6 @@ class VocabRows:
         """Always."""
         return True
 
-    def fuse(self, parts: Sequence[Tensor]) -> Tensor:
-        """The part itself; padding belongs to the shards."""
-        check_shapes(parts, self.shapes)
-        return parts[0]
-
-    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """The whole itself."""
-        return (whole.contiguous(),)
-
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """Rows of this rank; rows beyond the vocabulary are zero."""
         unit = self.multiple * size
@@ -143,7 +192,7 @@ class VocabRows:
 
 
 @dataclass(frozen=True)
-class FuseQkv:
+class FuseQkv(Rows):
     """q, k, v -> one matrix in Megatron's order: for each kv head its query heads, its key head, its value head.
 
     width: hidden size of a weight, None for a bias.
@@ -161,11 +210,6 @@ class FuseQkv:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return (q, *tail), (kv, *tail), (kv, *tail)
 
-    @property
-    def sharded(self) -> bool:
-        """Always."""
-        return True
-
     def fuse(self, parts: Sequence[Tensor]) -> Tensor:
         """[kv heads x (queries per kv head + 2) x head_dim, width]."""
         check_shapes(parts, self.shapes)
@@ -179,17 +223,9 @@ class FuseQkv:
         parts = grouped.split([queries, self.head_dim, self.head_dim], dim=1)
         return tuple(part.reshape(-1, *whole.shape[1:]).contiguous() for part in parts)
 
-    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """Consecutive rows: whole groups when the kv heads divide, Megatron's split groups when they do not."""
-        return _chunk(whole, 0, rank, size)
-
-    def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """Concatenate rows."""
-        return _rows(shards)
-
 
 @dataclass(frozen=True)
-class FuseGatedQkv:
+class FuseGatedQkv(Rows):
     """q with its output gate, k, v -> one matrix: for each kv head its queries, their gates, its key, its value.
 
     Hugging Face's q_proj alternates: for each head its query rows, then its gate rows.
@@ -206,11 +242,6 @@ class FuseGatedQkv:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return (2 * q, self.width), (kv, self.width), (kv, self.width)
 
-    @property
-    def sharded(self) -> bool:
-        """Always."""
-        return True
-
     def fuse(self, parts: Sequence[Tensor]) -> Tensor:
         """[kv heads x (2 x queries per kv head + 2) x head_dim, width]."""
         check_shapes(parts, self.shapes)
@@ -226,17 +257,9 @@ class FuseGatedQkv:
         gated = torch.stack([t.reshape(-1, self.head_dim, self.width) for t in (q, gate)], dim=1)
         return tuple(t.reshape(-1, self.width).contiguous() for t in (gated, k, v))
 
-    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """Consecutive rows: whole groups when the kv heads divide."""
-        return _chunk(whole, 0, rank, size)
-
-    def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """Concatenate rows."""
-        return _rows(shards)
-
 
 @dataclass(frozen=True)
-class FuseGateUp:
+class FuseGateUp(Sections):
     """gate, up [ffn, hidden] -> [gate; up]; a shard holds its rows of gate, then its rows of up."""
 
     ffn_size: int
@@ -248,9 +271,9 @@ class FuseGateUp:
         return (self.ffn_size, self.hidden_size), (self.ffn_size, self.hidden_size)
 
     @property
-    def sharded(self) -> bool:
-        """Always."""
-        return True
+    def sections(self) -> tuple[int, int]:
+        """Rows of gate, rows of up."""
+        return self.ffn_size, self.ffn_size
 
     def fuse(self, parts: Sequence[Tensor]) -> Tensor:
         """[2 x ffn, hidden]."""
@@ -260,16 +283,3 @@ class FuseGateUp:
     def split(self, whole: Tensor) -> tuple[Tensor, ...]:
         """gate, up."""
         return tuple(part.contiguous() for part in whole.chunk(2))
-
-    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """[ffn / size of gate; ffn / size of up]."""
-        if size == 1:
-            return whole
-        return torch.cat([_chunk(half, 0, rank, size) for half in whole.chunk(2)])
-
-    def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """Whole gate, then whole up."""
-        if len(shards) == 1:
-            return shards[0]
-        halves = [shard.chunk(2) for shard in shards]
-        return torch.cat([half[0] for half in halves] + [half[1] for half in halves])

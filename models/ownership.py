@@ -16,11 +16,6 @@ def stage_of(rule: Rule, spec: ModelSpec, layout: ParallelLayout) -> int:
     return layout.stage_of_layer(spec.num_layers, rule.layer)
 
 
-def layers_of(spec: ModelSpec, layout: ParallelLayout, pp_rank: int, chunk: int) -> tuple[int, ...]:
-    """0-based numbers of the layers in a pipeline rank's chunk."""
-    return tuple(layout.chunk_layers(spec.num_layers, pp_rank, chunk))
-
-
 def expert_rank_of(rule: Rule, spec: ModelSpec, layout: ParallelLayout) -> int:
     """Expert-parallel rank that holds the expert; 0 for everything else."""
     if rule.expert is None or spec.moe is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -170,7 +171,11 @@ class ModelSpec:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Dtype of the Hugging Face tensor `name` in the checkpoint."""
-        return dict(self.other_dtypes).get(name, self.dtype)
+        return self._others.get(name, self.dtype)
+
+    @cached_property
+    def _others(self) -> dict[str, torch.dtype]:
+        return dict(self.other_dtypes)
 
     def padded_vocab(self, tp: int) -> int:
         """Vocabulary rows in Megatron: the next multiple of 128 x tp."""

@@ -52,9 +52,8 @@ def _check_checkpoint(reader: CheckpointReader, spec: ModelSpec, rules: Sequence
             raise ValueError(f"{reader.folder}: tie_word_embeddings is true, but lm_head.weight is not {embedding}")
         found -= {"lm_head.weight"}
     check_names(found, expected, reader.folder)
-    others = dict(spec.other_dtypes)
     for name in sorted(expected):
-        if reader.dtype(name) is not others.get(name, spec.dtype):
+        if reader.dtype(name) is not spec.dtype_of(name):
             raise ValueError(f"{reader.path_of(name)}: {name} is {reader.dtype(name)}, the spec says {spec.dtype_of(name)}")
 
 

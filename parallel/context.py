@@ -36,11 +36,19 @@ def _shard(borders: tuple[int, ...], size: int, rank: int) -> Tensor:
     return torch.cat(parts)
 
 
-@lru_cache(maxsize=256)
-def _places(borders: tuple[int, ...], size: int) -> Tensor:
-    """For each of the T tokens its place in the ranks' parts laid end to end."""
-    order = torch.cat([_shard(borders, size, rank) for rank in range(size)])
-    return torch.empty_like(order).index_copy_(0, order, torch.arange(order.numel()))
+@lru_cache(maxsize=64)
+def rank_order(borders: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The row's tokens in the order of the ranks' parts laid end to end, and the way back: int64 [T] each, on the device."""
+    by_rank = torch.cat([_shard(borders, size, rank) for rank in range(size)])
+    return by_rank.to(device), by_rank.argsort().to(device)
+
+
+def borders_of_parts(x: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The row's borders; ValueError when parts as long as x [T / cp, ...] are not the row."""
+    borders = tuple(cu_seqlens.tolist())
+    if x.shape[0] * group.size() != borders[-1]:
+        raise ValueError(f"{x.shape[0]} tokens on each of {group.size()} ranks, but the row has {borders[-1]}")
+    return borders
 
 
 def shard_indices(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
@@ -63,11 +71,9 @@ def gather_sequence(x: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup) -> 
     """The row [T, ...] in its own order on every rank, from this rank's part [T / cp, ...]. Collective, also in backward."""
     if group.size() == 1:
         return x
-    borders = tuple(cu_seqlens.tolist())
-    if x.shape[0] * group.size() != borders[-1]:
-        raise ValueError(f"{x.shape[0]} tokens on each of {group.size()} ranks, but the row has {borders[-1]}")
+    borders = borders_of_parts(x, cu_seqlens, group)
     gathered: Tensor = _AllGather.apply(x, group)  # pyright: ignore[reportAssignmentType]
-    return gathered.index_select(0, _places(borders, group.size()).to(x.device))
+    return gathered.index_select(0, rank_order(borders, group.size(), x.device)[1])
 
 
 class _AllGather(Function):

@@ -7,7 +7,6 @@ group, T tokens of the row, t = T / cp of them on this rank; cu_seqlens are the 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from parallel.context import shard_indices
+from parallel.context import borders_of_parts, rank_order
 
 
 class _AllToAll(Function):
@@ -43,28 +42,18 @@ def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-@lru_cache(maxsize=64)
-def _orders(borders: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The row's tokens in the order of the ranks' parts laid end to end, and the way back."""
-    cu_seqlens = torch.tensor(borders)
-    by_rank = torch.cat([shard_indices(cu_seqlens, size, rank) for rank in range(size)])
-    return by_rank.to(device), by_rank.argsort().to(device)
-
-
 def tokens_to_heads(x: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[t, cp, F], columns [:, r] for rank r, to this rank's columns of the whole row [T, F], in the row's order.
 
     ValueError when the ranks' parts are not the row. Collective, also in backward.
     """
-    borders = tuple(cu_seqlens.tolist())
-    if x.shape[0] * group.size() != borders[-1]:
-        raise ValueError(f"{x.shape[0]} tokens on each of {group.size()} ranks, but the row has {borders[-1]}")
+    borders = borders_of_parts(x, cu_seqlens, group)
     received = _all_to_all(x.transpose(0, 1), group).flatten(0, 1)
-    return received.index_select(0, _orders(borders, group.size(), x.device)[1])
+    return received.index_select(0, rank_order(borders, group.size(), x.device)[1])
 
 
 def heads_to_tokens(x: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The way back: [T, F] of this rank's heads to [t, cp, F] of this rank's tokens. Collective, also in backward."""
-    by_rank = _orders(tuple(cu_seqlens.tolist()), group.size(), x.device)[0]
+    by_rank = rank_order(tuple(cu_seqlens.tolist()), group.size(), x.device)[0]
     sent = x.index_select(0, by_rank).unflatten(0, (group.size(), -1))
     return _all_to_all(sent, group).transpose(0, 1)

@@ -7,6 +7,7 @@ dense layers: rank = tp + TP (cp + CP (dp + DP pp)); expert layers: rank = etp +
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 
@@ -173,13 +174,13 @@ class ParallelLayout:
 
     def chunk_layers(self, num_layers: int, pp_rank: int, chunk: int) -> range:
         """0-based numbers of the layers in one chunk of a pipeline rank: chunk after chunk, in each rank after rank."""
-        counts = [layers // self.chunks for layers in self.stage_layers(num_layers)]
+        counts = _chunk_counts(self, num_layers)
         first = chunk * sum(counts) + sum(counts[:pp_rank])
         return range(first, first + counts[pp_rank])
 
     def stage_of_layer(self, num_layers: int, layer: int) -> int:
         """Pipeline rank of the layer with this 0-based number."""
-        counts = [layers // self.chunks for layers in self.stage_layers(num_layers)]
+        counts = _chunk_counts(self, num_layers)
         place = layer % sum(counts)
         return sum(place >= end for end in accumulate(counts))
 
@@ -198,3 +199,9 @@ class ParallelLayout:
         rest, etp = divmod(rank, self.etp)
         rest, ep = divmod(rest, self.ep)
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp, etp=etp, ep=ep, edp=rest % self.edp)
+
+
+@lru_cache(maxsize=64)
+def _chunk_counts(layout: ParallelLayout, num_layers: int) -> tuple[int, ...]:
+    """Layers in one chunk of each pipeline rank. Asked for every parameter of every sync."""
+    return tuple(layers // layout.chunks for layers in layout.stage_layers(num_layers))

@@ -19,6 +19,7 @@ from mcore_rl.config.algorithm import (
     SequenceCorrection,
     TokenCorrection,
 )
+from mcore_rl.config.requirement import require
 
 WIDEST_SEQUENCE_CLIP = 1e-2
 WIDEST_MEAN_MISMATCH_NATS = 0.1
@@ -44,8 +45,7 @@ def validate_algorithm(config: AlgorithmConfig, *, samples_per_prompt: int | Non
 
 
 def _require(ok: bool, key: str, value: object, why: str) -> None:
-    if not ok:
-        raise ValueError(f"algorithm.{key}={value}: {why}")
+    require(ok, f"algorithm.{key}={value}", why)
 
 
 def _clip(config: AlgorithmConfig) -> None:
@@ -61,7 +61,7 @@ def _clip(config: AlgorithmConfig) -> None:
             config.dual_clip is None, "dual_clip", config.dual_clip, f"is read with clip=dual only; clip={config.clip.value}"
         )
     for name, tau in (("positive", config.sapo_temperature_positive), ("negative", config.sapo_temperature_negative)):
-        _require(tau > 0.0, f"sapo_temperature_{name}", tau, "a positive number is needed")
+        _require(0.0 < tau < math.inf, f"sapo_temperature_{name}", tau, "a positive number is needed")
     soft = config.clip in (Clip.cispo, Clip.sapo)
     token = config.ratio_level is RatioLevel.token
     _require(token or not soft, "clip", config.clip.value, f"weighs token ratios; ratio_level={config.ratio_level.value}")
@@ -140,4 +140,4 @@ def _selection(found: SelectionConfig) -> None:
     if found.overlong is Overlong.penalty:
         share, penalty = found.overlong_buffer, found.overlong_penalty
         _require(0.0 < share < 1.0, "selection.overlong_buffer", share, "a share of rollout.max_tokens in (0, 1) is needed")
-        _require(penalty > 0.0, "selection.overlong_penalty", penalty, "a positive number is needed")
+        _require(0.0 < penalty < math.inf, "selection.overlong_penalty", penalty, "a positive number is needed")

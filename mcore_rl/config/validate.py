@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.algorithms.validate import validate_algorithm
+from mcore_rl.config.device import uses_cuda
 from mcore_rl.config.requirement import require
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.schema import Device, Impl, RunConfig
@@ -35,7 +36,7 @@ def validate(config: RunConfig, stage: str = "train", *, local_ranks: int | None
     _device(config, local_ranks)
     spec = model_spec(config.model)
     validate_layout(config, spec)
-    if spec.delta_net is not None and config.device is not Device.cpu and torch.cuda.is_available():
+    if spec.delta_net is not None and uses_cuda(config.device):
         check_kernel(torch.device("cuda"))
     if stage == "train":
         validate_reference(config.algorithm.kl, spec)
@@ -47,7 +48,7 @@ def validate(config: RunConfig, stage: str = "train", *, local_ranks: int | None
 def _device(config: RunConfig, local_ranks: int | None) -> None:
     if config.device is Device.cuda:
         require(torch.cuda.is_available(), "device=cuda", "torch finds no CUDA device; use device=cpu")
-    cuda = config.device is not Device.cpu and torch.cuda.is_available()
+    cuda = uses_cuda(config.device)
     require(cuda or config.model.impl is not Impl.te, "model.impl=te", "TransformerEngine needs a GPU; use model.impl=auto")
     check_level(config.rollout.sleep_level, cuda=cuda)
     count = torch.cuda.device_count() if cuda else 0

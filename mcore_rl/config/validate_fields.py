@@ -70,6 +70,8 @@ def _own_sampler(config: RunConfig) -> None:
     own = rollout.engine is EngineKind.trainer
     require(not own or rollout.placement is Placement.owned, "rollout.placement=url", "rollout.engine=trainer asks no server")
     require(not own or rollout.engines == 1, f"rollout.engines={rollout.engines}", "rollout.engine=trainer is one sampler")
+    level = rollout.sleep_level
+    require(not own or level == 0, f"rollout.sleep_level={level}", "rollout.engine=trainer has no memory of its own to give back")
     recorded = router.mode is RouterMode.replay and router.replay_from is ReplaySource.rollout
     require(
         not (own and recorded),

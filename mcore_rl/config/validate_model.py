@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.config.algorithm import INITIAL, KlConfig
+from mcore_rl.config.device import uses_cuda
 from mcore_rl.config.layout import check_token_budget, parallel_layout
-from mcore_rl.config.schema import Device, DType, ModelConfig, Placement, RouterMode, RunConfig
-from mcore_rl.config.validate_fields import require
+from mcore_rl.config.requirement import require
+from mcore_rl.config.schema import DType, ModelConfig, Placement, RouterMode, RunConfig
 from mcore_rl.data.tokenizer import build_tokenizer, load_tokenizer
 from models.registry import read_spec, spec_from_config
 from models.spec import DeltaNetSpec, ModelSpec
@@ -66,8 +66,7 @@ def validate_layout(config: RunConfig, spec: ModelSpec) -> None:
 
 def _validate_delta_net(config: RunConfig, sizes: DeltaNetSpec) -> None:
     """What vLLM's CPU kernel for GatedDeltaNet can do; a server by URL may run on anything."""
-    cuda = config.device is Device.cuda or (config.device is Device.auto and torch.cuda.is_available())
-    if cuda or config.rollout.placement is not Placement.owned:
+    if uses_cuda(config.device) or config.rollout.placement is not Placement.owned:
         return
     dtype = config.rollout.dtype
     require(

@@ -26,11 +26,6 @@ class FileRows:
     bad_rows: tuple[str, ...] = ()
 
 
-def read_problems(path: str | Path) -> list[Problem]:
-    """The problems of a file, in order. ValueError naming file, line (or row) and key on the first unusable one."""
-    return read_file(path, skip_bad=False).problems
-
-
 def read_file(path: str | Path, *, skip_bad: bool) -> FileRows:
     """The problems of a file. skip_bad: unusable rows are left out and named in `bad_rows` instead of raising.
 

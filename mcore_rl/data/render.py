@@ -57,7 +57,7 @@ class Renderer:
         stopped = bool(ids) and ids[-1] in stops
         if not ids or completion.finish_reason != ("stop" if stopped else "length"):
             raise ValueError(
-                f"completion {completion.prompt_id}/{completion.sample_index}: finish_reason {completion.finish_reason!r} "
+                f"completion {completion.sample_id}: finish_reason {completion.finish_reason!r} "
                 f"with {len(ids)} tokens ending in {list(ids[-1:])}; 'stop' must end in {list(stops)}, 'length' must not"
             )
         body = list(ids[:-1] if stopped else ids)

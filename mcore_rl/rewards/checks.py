@@ -13,11 +13,6 @@ from mcore_rl.seams import Task
 from mcore_rl.types import Completion, Prompt, Score
 
 
-def sample_name(completion: Completion) -> str:
-    """Unique name of one completion: prompt id and sample index."""
-    return f"{completion.prompt_id}/{completion.sample_index}"
-
-
 def require_reward(value: object, sample: str) -> float:
     """`value` as a float. ValueError naming the sample when it is no finite number (None, NaN, inf, text, bool)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -38,7 +33,7 @@ def score_completions(
     scores: list[Score] = []
     seen: set[str] = set()
     for completion in completions:
-        name = sample_name(completion)
+        name = completion.sample_id
         if completion.prompt_id not in by_id or name in seen:
             raise ValueError(f"completion {name}: {'given twice' if name in seen else 'its prompt was not asked'}")
         seen.add(name)
@@ -47,5 +42,5 @@ def score_completions(
         scores = reward.apply([(by_id[c.prompt_id], c, task.text(c)) for c in completions], scores)
     for completion, score in zip(completions, scores, strict=True):
         if score.failure is None:
-            require_reward(score.reward, sample_name(completion))
+            require_reward(score.reward, completion.sample_id)
     return scores

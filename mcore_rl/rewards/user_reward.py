@@ -134,7 +134,7 @@ def _number(name: str, what: str, value: object) -> float:
 def _argument(prompt: Prompt, completion: Completion, text: str, score: Score) -> dict[str, Any]:
     """What the function sees: builtins only."""
     return {
-        "sample_id": f"{completion.prompt_id}/{completion.sample_index}",
+        "sample_id": completion.sample_id,
         "question": prompt.question,
         "answer": prompt.answer,
         "text": text,

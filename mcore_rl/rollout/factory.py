@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
-from mcore_rl.config.schema import Device, EngineKind, Placement, ReplaySource, RolloutConfig, RouterMode, RunConfig
+from mcore_rl.config.device import uses_cuda
+from mcore_rl.config.schema import EngineKind, Placement, ReplaySource, RolloutConfig, RouterMode, RunConfig
 from mcore_rl.rollout.engine_args import engine_arguments, engine_environment
 from mcore_rl.rollout.fleet import Fleet
 from mcore_rl.rollout.link import EngineLink
@@ -33,8 +32,7 @@ def records_routes(config: RunConfig) -> bool:
 
 
 def _device(config: RunConfig) -> str:
-    cuda = config.device is Device.cuda or (config.device is Device.auto and torch.cuda.is_available())
-    return "cuda" if cuda else "cpu"
+    return "cuda" if uses_cuda(config.device) else "cpu"
 
 
 def _owned(config: RunConfig, model_path: Path, log_folder: Path) -> EngineSupply:

@@ -44,11 +44,6 @@ class SleepCycle:
         self._empty = False
 
     @property
-    def asleep(self) -> bool:
-        """Whether it sleeps now."""
-        return self._asleep
-
-    @property
     def empty(self) -> bool:
         """Whether its weights were dropped and no complete sync has followed."""
         return self._empty

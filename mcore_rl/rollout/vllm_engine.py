@@ -124,7 +124,8 @@ class VllmEngine:
         return merged
 
     def attach(self, path: str, slot_bytes: int) -> None:
-        """Let the engine map the trainer's shared-memory segment."""
+        """Let the engine map the trainer's shared-memory segment; from now on this process and no other is the engine."""
+        self.same_process()
         self._native("init", {"path": path, "slot_bytes": slot_bytes})
 
     def begin(self) -> None:

@@ -72,7 +72,14 @@ class WorkerExtension:
         engine.abort()
         engine.reset_weight_update_target()
         self._weight_update_active = False
+        self._mcore_forget_tokens()
         return {"aborted": True}
+
+    def _mcore_forget_tokens(self) -> None:
+        """Zero the keys and values of the abandoned weights: attention on the CPU multiplies unused ones by 0, NaN too."""
+        for layer in self.model_runner.kv_caches:  # pyright: ignore[reportAttributeAccessIssue]
+            for cache in layer if isinstance(layer, list | tuple) else (layer,):
+                cache.zero_()
 
     def mcore_capture_routes(self) -> dict[str, Any]:
         """Keep the experts of every scheduled token from now on, until they are taken; see vllm_routes."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from threading import Thread
+from functools import partial
 from typing import Any, Generic, TypeVar
 
+from mcore_rl.sync.background import Background, attempt
 from mcore_rl.sync.endpoint import SyncEndpoint
 from mcore_rl.types import EngineDied
 
@@ -40,7 +41,11 @@ class EndpointGroup(ABC, Generic[E]):
 
     def outcomes(self, calls: Sequence[tuple[E, Callable[[E], T]]]) -> list[T | Exception]:
         """Each call's result or error, all at the same time; a death is reported to `lost` too."""
-        found = [_outcome(call, member) for member, call in calls] if len(calls) < 2 else _at_once(calls)
+        asked = [partial(call, member) for member, call in calls]
+        if len(asked) < 2:
+            found = [attempt(one) for one in asked]
+        else:
+            found = [running.outcome() for running in [Background(one, "engine-call") for one in asked]]
         for (member, _), outcome in zip(calls, found, strict=True):
             if isinstance(outcome, EngineDied):
                 self.lost(member, outcome)
@@ -127,26 +132,3 @@ def shares(
             starts[name] += count
         cut.append(mine)
     return cut
-
-
-def _at_once(calls: Sequence[tuple[E, Callable[[E], T]]]) -> list[T | Exception]:
-    """Daemon threads: a run that is interrupted does not wait for an engine that hangs."""
-    found: dict[int, T | Exception] = {}
-
-    def answer(index: int, member: E, call: Callable[[E], T]) -> None:
-        found[index] = RuntimeError("a call ended without a result")
-        found[index] = _outcome(call, member)
-
-    threads = [Thread(target=answer, args=(index, *pair), name="engine-call", daemon=True) for index, pair in enumerate(calls)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[index] for index in range(len(calls))]
-
-
-def _outcome(call: Callable[[E], T], member: E) -> T | Exception:
-    try:
-        return call(member)
-    except (RuntimeError, ValueError, TypeError, LookupError, OSError) as failure:
-        return failure

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from mcore_rl.config.schema import SyncConfig
 from mcore_rl.errors import EngineRefused
 from mcore_rl.seams import WeightSource
+from mcore_rl.sync.background import Background
 from mcore_rl.sync.buckets import Bucket, plan_buckets, slot_bytes
 from mcore_rl.sync.endpoint import SyncEndpoint
 from mcore_rl.sync.group import ask_each, members, merge_layouts, shares
@@ -76,6 +76,7 @@ class WeightSync:
         self._proved = 0
         self._full_readback = True
         self._floor: ProbeResult | None = None
+        self._scoring: Background[list[list[list[float]]]] | None = None
 
     def request_full_readback(self) -> None:
         """Read every tensor back at the next sync."""
@@ -170,10 +171,9 @@ class WeightSync:
 
     def _probe(self, probe: ProbeFn) -> ProbeResult:
         """Trainer and engines score at the same time."""
-        with ThreadPoolExecutor(1) as pool:
-            scoring = pool.submit(self._engine_scores) if is_rank0() else None
-            with all_or_none():
-                trainer = probe()
+        self._scoring = scoring = Background(self._engine_scores, "weight sync: probe") if is_rank0() else None
+        with all_or_none():
+            trainer = probe()
 
         def compare() -> tuple[float, float]:
             engine = self._rank0_engine()
@@ -201,6 +201,8 @@ class WeightSync:
         if self._engine is not None:
             with suppress(EngineDied, EngineRefused):
                 loader.settle()
+                if self._scoring is not None:
+                    self._scoring.outcome()
                 self._engine.abort()
 
 

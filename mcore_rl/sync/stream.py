@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from threading import Thread
+from functools import partial
 from typing import Any
 
 from mcore_rl.seams import WeightSource
+from mcore_rl.sync.background import Background
 from mcore_rl.sync.buckets import Bucket
 from mcore_rl.sync.digest import wire_digest
 from mcore_rl.sync.endpoint import SyncEndpoint
@@ -22,37 +23,24 @@ class Loader:
     def __init__(self, endpoint: SyncEndpoint | None) -> None:
         """endpoint is None on every rank but 0."""
         self._endpoint = endpoint
-        self._thread: Thread | None = None
-        self._failure: Exception | None = None
+        self._running: Background[None] | None = None
 
     def start(self, slot: int, tensors: list[list[Any]]) -> None:
         """Begin loading a bucket. The previous one must have been waited for."""
         if self._endpoint is not None:
-            # A daemon: an interrupted run does not wait for an engine that hangs.
-            self._thread = Thread(target=self._load, args=(self._endpoint, slot, tensors), name="weight-sync", daemon=True)
-            self._thread.start()
+            self._running = Background(partial(self._endpoint.load, slot, tensors), f"weight sync: loading slot {slot}")
 
     def wait(self) -> None:
         """The bucket in flight is loaded, or its error is raised."""
-        self.settle()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
 
     def settle(self) -> None:
         """Nothing is in flight any more, whatever came of it."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-
-    def _load(self, endpoint: SyncEndpoint, slot: int, tensors: list[list[Any]]) -> None:
-        # Counts as failed until it has succeeded, so that no way of ending can pass for a load.
-        self._failure = RuntimeError(f"weight sync: loading slot {slot} ended without a result")
-        try:
-            endpoint.load(slot, tensors)
-            self._failure = None
-        except (RuntimeError, ValueError, TypeError, LookupError, OSError) as failure:
-            self._failure = failure
+        running, self._running = self._running, None
+        if running is not None:
+            running.outcome()
 
 
 def send_buckets(

@@ -96,4 +96,4 @@ def test_the_cases_are_not_trivial(cases, expected):
     norms = {name: run["grad_norm"] for name, run in expected.items()}
     for name, base in (("entropy", "gspo"), ("kl_k2", "gspo"), ("kl_k3", "gspo"), ("kl_reward", "gspo_token"), ("dual", "grpo")):
         assert not math.isclose(norms[name], norms[base], rel_tol=1e-4), name
-    assert all(norm > 0.0 for norm in norms.values()) and algorithm_cases.RESPONSES == (1, 2, 3, 5, 8, 13, 21, 34)
+    assert all(norm > 0.0 for norm in norms.values())

@@ -7,9 +7,7 @@ import policy_ranks
 import pytest
 import torch
 from model_ranks import loaded
-from policy_cases import rollouts, with_old
-from policy_reference import reference_gradients, reference_logprobs, reference_loss
-from tiny_models import VOCAB, router_logits, write_tiny
+from parity_cells import make_case
 
 from parallel.layout import ParallelLayout
 
@@ -34,37 +32,27 @@ SGD = {"sgd": 0.1}
 
 @pytest.fixture(scope="module")
 def cases(ranks, tmp_path_factory):
-    """Family -> folder, transformers' model (float64, but for its delta rule, which is float32), batch, the one rank's run."""
+    """Family -> the case (transformers in float64, but for its delta rule, which is float32) and the one rank's run."""
     made = {}
     for family in FAMILIES:
-        folder = tmp_path_factory.mktemp(family)
-        model = write_tiny(folder, family).double()
-        model.config._experts_implementation = "eager"  # torch's grouped matmul knows no float64
-        batch = rollouts(vocab=VOCAB)
-        batch = with_old(batch, [row.float() for row in reference_logprobs(model, batch.tokens)[0]])
-        (one,) = ranks.run(policy_ranks.one_update, ONE, folder, batch, SGD)
-        made[family] = folder, model, batch, one
+        case = make_case(tmp_path_factory.mktemp(family), family)
+        (one,) = ranks.run(policy_ranks.one_update, ONE, case.folder, case.batch, SGD)
+        made[family] = case, one
     return made
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_rank_is_transformers(cases, family):
-    _, model, batch, one = cases[family]
-    if family != "qwen3_5":
-        ranked = [logits.softmax(-1).topk(3, dim=-1).values for logits in router_logits(model, list(batch.tokens.token_ids))]
-        assert min(float((top[:, 1] - top[:, 2]).min()) for top in ranked) > 1e-5
-    loss = reference_loss(model, batch)
-    loss.backward()
-    gradients = reference_gradients(model)
-    norm = sum(float(grad.double().square().sum()) for grad in gradients.values()) ** 0.5
-    assert min(float(grad.norm()) for grad in gradients.values()) > 0.0
-    policy_ranks.assert_same_gradients(one, {"loss": loss.item(), "grad_norm": norm, "gradients": gradients})
+    case, one = cases[family]
+    norm = sum(float(grad.double().square().sum()) for grad in case.gradients.values()) ** 0.5
+    assert min(float(grad.norm()) for grad in case.gradients.values()) > 0.0
+    policy_ranks.assert_same_gradients(one, {"loss": case.loss, "grad_norm": norm, "gradients": case.gradients})
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES, ids=str)
 def test_layouts_agree_with_one_rank(ranks, cases, family, layout):
-    folder, _, batch, one = cases[family]
-    for got in ranks.run(policy_ranks.one_update, layout, folder, batch, SGD):
+    case, one = cases[family]
+    for got in ranks.run(policy_ranks.one_update, layout, case.folder, case.batch, SGD):
         policy_ranks.assert_same_gradients(got, one)
         policy_ranks.assert_same_updates(got, one)
 
@@ -82,7 +70,8 @@ def bfloat16_update_on_rank(groups, device, folder, batch):
 @pytest.mark.parametrize("layout", [TP2_SP, EP2], ids=str)
 def test_decay_rates_of_a_bfloat16_model_learn_in_float32(ranks, cases, layout):
     """Adam's first step is the learning rate, 1e-3: less than half a step of bf16 at most of these values."""
-    folder, _, batch, one = cases["qwen3_next"]
+    case, one = cases["qwen3_next"]
+    folder, batch = case.folder, case.batch
     for loss, rates in ranks.run(bfloat16_update_on_rank, layout, folder, batch):
         assert abs(loss - one["loss"]) <= 0.05 * abs(one["loss"])
         assert len(rates) == 2 * 3

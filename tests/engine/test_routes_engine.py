@@ -5,7 +5,6 @@ from __future__ import annotations
 import hf_trainer
 import pytest
 import torch
-from rank_pool import RankPool
 from replay_ranks import scored_against_engine
 from transformers import Qwen3MoeConfig
 
@@ -22,13 +21,6 @@ from parallel.layout import ParallelLayout
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=16, stop_token_ids=(2,), samples_per_prompt=4, seed=11)
 PROMPTS = [Prompt(f"p{i}", tuple((j * 13 + i * 5) % 300 + 3 for j in range(14 + i % 7)), "", "") for i in range(12)]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pool = RankPool()
-    yield pool
-    pool.dispose()
 
 
 def many_experts() -> Qwen3MoeConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -195,6 +197,20 @@ def test_the_engine_checks_what_it_is_sent(moe, tamper, message):
     moe.engine.abort()
     assert sorted(send(moe, moe.source("a").tensors)) == sorted(moe.source("a").tensors)
     assert refuses(moe)
+
+
+@pytest.mark.parametrize("which", ["moe", "dense"])
+def test_no_nan_survives_one_sync(which, request):
+    """All weights NaN through the same lifecycle; the session would refuse them, and abandons the engine as it would."""
+    trained = request.getfixturevalue(which)
+    everything = {name: torch.full_like(tensor, torch.nan) for name, tensor in trained.source("a").tensors.items()}
+    send(trained, everything)
+    assert all(math.isnan(value) for row in trained.engine.score(trained.probe) for value in row)
+    trained.engine.abort()
+    trained.renew()
+    report = trained.sync("a", 1)
+    assert report.readback_tensors == report.tensors
+    assert trained.engine.score(trained.probe) == trained.fresh
 
 
 def test_an_abandoned_update_leaves_no_trace(moe):

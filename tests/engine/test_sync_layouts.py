@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hf_trainer
 import pytest
-from rank_pool import RankPool
 from remote_endpoint import EndpointServer
 from sync_ranks import sync_each
 
@@ -16,13 +15,6 @@ LAYOUTS = {
     "ep2": ParallelLayout(world=2, ep=2),
     "tp2ep2": ParallelLayout(world=4, tp=2, ep=2, sp=True),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pool = RankPool()
-    yield pool
-    pool.dispose()
 
 
 def folder_of(trained, which):

@@ -1,77 +1,26 @@
 """`mcore-rl train` against a vLLM server it does not own: two steps, then the server dies in generation and in a sync."""
 
-import os
-import signal
-import subprocess
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import pytest
-from cli_runs import CACHE_RESET, FINISHED_LOADING, start_run, wait_for, wait_for_line, wait_for_rows
-
-from mcore_rl.config.schema import BuildConfig, RolloutConfig
-from mcore_rl.ranks import free_port
-from mcore_rl.rollout.vllm_server import server_command, server_environment
-from mcore_rl.tiny_model import build_tiny
+from cli_runs import CACHE_RESET, FINISHED_LOADING, start_run, wait_for_line, wait_for_rows
+from url_servers import Server, build_served
 
 LIMIT_S = 60.0
-BUILD = BuildConfig(
-    hf_config={
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-    }
-)
-
-
-@dataclass
-class Server:
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
-
-    def kill(self) -> None:
-        """SIGKILL to the server and everything it started."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return build_tiny(tmp_path_factory.mktemp("model") / "tiny", BUILD, seed=3)
+    return build_served(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture
 def server(model, tmp_path):
-    """A server as the README tells to start it."""
-    config = RolloutConfig(max_model_len=128)
-    port, log = free_port(), tmp_path / "server.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            server_command(config, str(model), port=port),
-            env=server_environment(config),
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    running = Server(process, f"http://127.0.0.1:{port}", log)
-    wait_for(lambda: b"Application startup complete" in log.read_bytes() or process.poll() is not None, 300.0, "the server")
-    assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+    running = Server(model, tmp_path)
+    running.wait()
     yield running
-    if process.poll() is None:
-        running.kill()
+    running.kill()
 
 
 def _run(tmp_path, model, server, name, *overrides):

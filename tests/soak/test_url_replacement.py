@@ -1,76 +1,18 @@
 """Two servers by a file of addresses; one is killed in mid-run and another takes its place by a change of the file."""
 
-import os
-import signal
-import subprocess
-
 import pytest
 from chaos_runs import HELD, compare
-from cli_runs import start_run, wait_for, wait_for_rows
-
-from mcore_rl.config.schema import BuildConfig, RolloutConfig
-from mcore_rl.ranks import free_port
-from mcore_rl.rollout.vllm_server import server_command, server_environment
-from mcore_rl.tiny_model import build_tiny
+from cli_runs import start_run, wait_for_rows
+from url_servers import Server, build_served
 
 STEPS = 16
 RUN = (f"train.steps={STEPS}", "rollout.max_tokens=60", "rollout.max_model_len=128", "model.build=null")
-BUILD = BuildConfig(
-    hf_config={
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-    }
-)
-
-
-class Server:
-    """As the README tells to start one."""
-
-    def __init__(self, model, folder, name):
-        config, port = RolloutConfig(max_model_len=128), free_port()
-        self.url, self.log = f"http://127.0.0.1:{port}", folder / f"{name}.log"
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                server_command(config, str(model), port=port),
-                env=server_environment(config),
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
-
-    def wait(self):
-        """Until it serves."""
-        done = b"Application startup complete"
-        wait_for(lambda: done in self.log.read_bytes() or self.process.poll() is not None, 300.0, "the server")
-        assert self.process.poll() is None, self.log.read_text(errors="replace")[-3000:]
-
-    def kill(self):
-        """SIGKILL to it and everything it started."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    @property
-    def generations(self):
-        """Requests for tokens that it has answered."""
-        return self.log.read_text(errors="replace").count('"POST /inference/v1/generate HTTP/1.1" 200')
 
 
 @pytest.fixture
 def servers(tmp_path):
     """Three of them, serving the same model."""
-    model = build_tiny(tmp_path / "model", BUILD, seed=3)
+    model = build_served(tmp_path)
     started = [Server(model, tmp_path, name) for name in "abc"]
     for server in started:
         server.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from policy_ranks import build_chunks, full_gradients, full_tensors, make_policy
+from policy_ranks import build_chunks, full_gradients, full_tensors, make_policy, use_sgd
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mcore_rl.algorithms.advantages import compute_advantages
@@ -25,7 +25,6 @@ from mcore_rl.config.compose import compose_config, config_groups
 from mcore_rl.config.schema import OptimizerConfig
 from mcore_rl.types import TokenBatch
 from mcore_rl.update_terms import with_chosen_tokens, with_correction, with_kl_reward
-from parallel.optimizer import OptimizerSettings, build_ddp, build_optimizer
 
 RESPONSES = (1, 2, 3, 5, 8, 13, 21, 34)
 PROMPT, VOCAB, LR = 2, 131, 0.1
@@ -119,8 +118,7 @@ def updates(groups, device, folder, cases, options):
     """Name -> what one SGD step of each (config, batch) did, always from the checkpoint's weights. On every rank."""
     chunks = build_chunks(groups, folder)
     policy = make_policy(groups, folder, chunks=chunks, optimizer=OptimizerConfig(lr=LR, clip_grad=0.0), **options)
-    policy._chunks = build_ddp([chunk.module for chunk in policy._chunks], groups, distributed_optimizer=False)
-    policy._optimizer = build_optimizer(policy._chunks, OptimizerSettings(kind="sgd", lr=LR, clip_grad=0.0))
+    use_sgd(policy, groups, LR)
     parameters = [parameter for chunk in policy._chunks for parameter in chunk.parameters()]
     start, before, found = [p.detach().clone() for p in parameters], full_tensors(policy.weights()), {}
     for name, (config, batch) in cases.items():

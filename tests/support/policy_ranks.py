@@ -61,6 +61,12 @@ def full_gradients(policy):
     return gradients
 
 
+def use_sgd(policy, groups, lr):
+    """Plain SGD in place of the policy's optimizer."""
+    policy._chunks = build_ddp([chunk.module for chunk in policy._chunks], groups, distributed_optimizer=False)
+    policy._optimizer = build_optimizer(policy._chunks, OptimizerSettings(kind="sgd", lr=lr, clip_grad=0.0))
+
+
 def one_update(groups, device, folder, batch, options):
     """What one update did: report, gradients, weights before and after; the same on every rank.
 
@@ -72,9 +78,7 @@ def one_update(groups, device, folder, batch, options):
         options["optimizer"] = OptimizerConfig(lr=sgd, clip_grad=0.0)
     policy = make_policy(groups, folder, **options)
     if sgd is not None:
-        inner = [chunk.module for chunk in policy._chunks]
-        policy._chunks = build_ddp(inner, groups, distributed_optimizer=False)
-        policy._optimizer = build_optimizer(policy._chunks, OptimizerSettings(kind="sgd", lr=sgd, clip_grad=0.0))
+        use_sgd(policy, groups, sgd)
     if multiple is not None:
         policy._plan = replace(policy._plan, multiple=multiple)
     before = full_tensors(policy.weights())

@@ -4,6 +4,7 @@ Sizes are asymmetric (nothing that is swapped or transposed fits) and weights la
 """
 
 import json
+from collections.abc import Sequence
 
 import torch
 from safetensors.torch import load_file
@@ -143,3 +144,14 @@ def router_logits(model: PreTrainedModel, rows: list[torch.Tensor]) -> list[torc
     """Per layer the router logits [sum of T, E] of all sequences, in order."""
     outputs = [model(row[None], output_router_logits=True).router_logits for row in rows]
     return [torch.cat(layer) for layer in zip(*outputs, strict=True)]
+
+
+def narrowest_margin(logits: torch.Tensor, top_k: int) -> float:
+    """Smallest gap between the last chosen and the first rejected router probability over all tokens; logits [T, E]."""
+    ranked = logits.softmax(-1).topk(top_k + 1, dim=-1).values
+    return float((ranked[:, top_k - 1] - ranked[:, top_k]).min())
+
+
+def nearest_tie(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> float:
+    """The narrowest margin of all layers on these sequences."""
+    return min(narrowest_margin(logits, model.config.num_experts_per_tok) for logits in router_logits(model, list(rows)))

@@ -184,7 +184,7 @@ def test_nan_and_flipped_bits_in_a_megatron_file(hf, megatron, tmp_path):
     assert list(wrong_digests(megatron)) == [f"{path}: decoder.layers.mlp.experts.experts.linear_fc1.weight at [1, 2, 6, 0]"]
     assert compare_tensors(megatron, hf).different == (EXPERT,)
     overwrite(path, changed.numpy().tobytes(), broken.numpy().tobytes())
-    unreadable(megatron, tmp_path, r"__1_0.distcp|experts.linear_fc1.weight holds NaN or infinity at \[1, 2, 6, 0\]")
+    unreadable(megatron, tmp_path, r"experts.linear_fc1.weight holds NaN or infinity at \[1, 2, 6, 0\]")
 
 
 def test_broken_frame_in_a_megatron_file(megatron, tmp_path):

@@ -1,6 +1,6 @@
 """The decisions of the stages that need no engine and no ranks: who gets `old`, the shuffled control, the warm-up gate."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +12,7 @@ from mcore_rl.probe import probe_batch
 from mcore_rl.sft import GateCheck, is_check
 from mcore_rl.stages import shuffled, training_sampling, with_old_logprobs, with_reference
 from mcore_rl.types import Pass, Prompt, Score, TokenBatch, TokenValues, TrainBatch
+from models.routes import Routes
 
 
 def batch(name):
@@ -22,10 +23,11 @@ def batch(name):
 @dataclass
 class ScoringPolicy:
     calls: list = field(default_factory=list)
+    routes: object = None
 
     def logprobs(self, tokens, pass_name):
         self.calls.append((tokens.sample_ids[0], pass_name))
-        return TokenValues((torch.tensor([0.0, -1.0, -2.0]),), (torch.zeros(3),))
+        return TokenValues((torch.tensor([0.0, -1.0, -2.0]),), (torch.zeros(3),), self.routes)
 
 
 def run_with(mode):
@@ -49,6 +51,23 @@ def test_a_jittered_forward_is_nobodys_old():
     updates = with_old_logprobs(run, [batch("a"), batch("b")])
     assert all(update.old_logprobs is not None for update in updates)
     assert run.policy.calls == [("a", Pass.OLD), ("b", Pass.OLD)]
+
+
+def test_what_the_trainer_recorded_while_sampling_is_its_old():
+    run = run_with(RouterMode.plain)
+    run.own_sampler = object()
+    recorded = (torch.tensor([0.0, -3.0, -4.0]),)
+    updates = with_old_logprobs(run, [replace(batch(name), sampler_logprobs=recorded) for name in "ab"])
+    assert all(update.old_logprobs is recorded for update in updates) and run.policy.calls == []
+
+
+def test_routes_to_replay_come_from_an_old_pass_even_where_the_trainer_sampled():
+    run = run_with(RouterMode.replay)
+    run.own_sampler = object()
+    run.policy.routes = (Routes((0, 1), torch.zeros(3, 2, 1, dtype=torch.uint8), torch.ones(3, dtype=torch.bool)),)
+    first, second = with_old_logprobs(run, [batch("a"), batch("b")])
+    assert first.old_logprobs is None and first.tokens.routes is None
+    assert second.tokens.routes is run.policy.routes and run.policy.calls == [("b", Pass.OLD)]
 
 
 @pytest.mark.parametrize("section", ["correction", "clip_cov", "kl"])

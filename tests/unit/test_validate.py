@@ -39,6 +39,7 @@ FIELDS = {
     "eval.prompts=100000000": ["eval.prompts=100000000", "at most 100,000"],
     "resume=runs/x": ["resume=runs/x", "not available"],
     "rollout.engine=trainer rollout.engines=2": ["rollout.engines=2", "rollout.engine=trainer is one sampler"],
+    "rollout.engine=trainer rollout.sleep_level=1": ["rollout.sleep_level=1", "rollout.engine=trainer has no memory"],
     "rollout.engine=trainer router=replay": ["router.replay_from=rollout", "use router.replay_from=old"],
     "router.replay_from=old": ["router.replay_from=old", "router.mode=replay only; mode is plain"],
     "router=replay rollout.enforce_eager=false": ["rollout.enforce_eager=false", "needs enforce_eager=true"],
