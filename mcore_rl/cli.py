@@ -1,4 +1,4 @@
-"""The command line: `mcore-rl train|sft|eval|probe|report` and the checkpoint tools (`mcore_rl.cli_tools`).
+"""The command line: `mcore-rl train|sft|distill|eval|probe|report` and the checkpoint tools (`mcore_rl.cli_tools`).
 
 Help, unknown keys and wrong types are answered before torch is imported; what a command needs is loaded by name once
 it is known which one runs.

@@ -10,7 +10,7 @@ from typing import Any
 from mcore_rl.rewards.checks import score_completions
 from mcore_rl.rewards.grading import REWARD_VERSION
 from mcore_rl.rewards.user_reward import UserReward
-from mcore_rl.seams import RolloutEngine, Task
+from mcore_rl.seams import Answerer, Task
 from mcore_rl.statistics import PairedGain, paired_bootstrap, wilson_half_width
 from mcore_rl.types import Completion, Prompt, SamplingParams, Score, StaleRollout
 
@@ -75,7 +75,7 @@ class EvalResult:
 
 def evaluate(
     task: Task,
-    engine: RolloutEngine,
+    engine: Answerer,
     spec: EvalSpec,
     *,
     reward: UserReward | None = None,

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mcore_rl.assemble import Parts
+from mcore_rl.distill_gate import TeacherGate
 from mcore_rl.engine_calls import ask_engine
 from mcore_rl.export_check import ExportCheck, check_export
 from mcore_rl.held_out import HeldOut, gain, summarise, to_json
@@ -27,6 +28,7 @@ class Outcome:
     before: HeldOut | None = None
     after: HeldOut | None = None
     gate: GateCheck | None = None
+    teacher_gate: TeacherGate | None = None
     export_check: ExportCheck | None = None
 
 
@@ -88,6 +90,8 @@ def _extra(outcome: Outcome, found: PairedGain | None) -> dict[str, object]:
         extra["paired_gain"] = asdict(found)
     if outcome.gate is not None:
         extra["warm_up"] = asdict(outcome.gate)
+    if outcome.teacher_gate is not None:
+        extra["teacher_gate"] = asdict(outcome.teacher_gate)
     if outcome.export_check is not None:
         extra["export_check"] = outcome.export_check.to_json()
     return extra

@@ -26,7 +26,19 @@ class HeldOut:
 
 def evaluate_on_rank0(run: Run, *, split: str, count: int, temperature: float) -> EvalResult:
     """Answer `count` prompts of `split` with the policy's weights. StaleRollout when the engine holds others."""
-    spec = EvalSpec(
+    spec = evaluation_spec(run, split=split, count=count, temperature=temperature)
+    observe = auditor(run, f"{split}/{spec.decoding}")
+    record = ask_engine(run, lambda engine: evaluate(run.task, engine, spec, reward=run.reward, observe=observe).to_json())
+    result = EvalResult.from_json(record)
+    version = run.policy.weights().version
+    if result.version != version:
+        raise StaleRollout(f"evaluation used weights of version {result.version}, the policy is at {version}")
+    return result
+
+
+def evaluation_spec(run: Run, *, split: str, count: int, temperature: float) -> EvalSpec:
+    """The conditions of this run's evaluations."""
+    return EvalSpec(
         split=split,
         prompts=count,
         temperature=temperature,
@@ -36,13 +48,6 @@ def evaluate_on_rank0(run: Run, *, split: str, count: int, temperature: float) -
         seed=_EVAL_SEED,
         reward_version=run.reward_version,
     )
-    observe = auditor(run, f"{split}/{spec.decoding}")
-    record = ask_engine(run, lambda engine: evaluate(run.task, engine, spec, reward=run.reward, observe=observe).to_json())
-    result = EvalResult.from_json(record)
-    version = run.policy.weights().version
-    if result.version != version:
-        raise StaleRollout(f"evaluation used weights of version {result.version}, the policy is at {version}")
-    return result
 
 
 def look(run: Run, label: str) -> HeldOut | None:

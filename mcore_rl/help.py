@@ -15,6 +15,7 @@ from mcore_rl.config.schema import RunConfig
 COMMANDS = {
     "train": "evaluate, warm up (when sft.steps > 0), train with RL, evaluate again, export, report",
     "sft": "the supervised warm-up alone, and its checkpoint",
+    "distill": "evaluate, learn from a teacher's opinion of the model's own answers, evaluate again, export, report",
     "eval": "the held-out evaluation of a model alone",
     "probe": "how often the model is right on training prompts: buckets, a band file to train on, the launch rule",
     "report": "report.html and pictures from the files of a run",
@@ -27,6 +28,7 @@ Examples
   mcore-rl train experiment=quickstart rollout.placement=url rollout.url=[http://127.0.0.1:8000]
   torchrun --nproc-per-node 2 -m mcore_rl train experiment=quickstart
   mcore-rl probe model=hf model.path=runs/warm/checkpoint name=probe data_gate.prompts=256
+  mcore-rl distill experiment=quickstart model=hf model.path=runs/warm/checkpoint distill.teacher=runs/big/checkpoint name=opd
   mcore-rl report runs/quickstart
 """
 _FLAGS = """\

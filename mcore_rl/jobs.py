@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
@@ -73,12 +73,18 @@ def run_probe(config: RunConfig) -> None:
 
 
 @contextmanager
-def opened(config: RunConfig) -> Iterator[tuple[Parts, Run, Outcome]]:
-    """A run ready to train, whose summary and report are written on every way out."""
+def opened(
+    config: RunConfig, make_policy: Callable[[Parts], MegatronPolicy] | None = None
+) -> Iterator[tuple[Parts, Run, Outcome]]:
+    """A run ready to train, whose summary and report are written on every way out.
+
+    make_policy: the first policy; None: a warm-up's where one is configured, else that of RL.
+    """
     with ExitStack() as stack:
         parts = stack.enter_context(assembled(config))
         progress = Progress(config.train.steps, enabled=config.telemetry.progress) if parts.engine is not None else None
-        policy = supervised_policy(parts) if config.sft.steps else rl_policy(parts)
+        first = supervised_policy if config.sft.steps else rl_policy
+        policy = (make_policy or first)(parts)
         run, outcome = make_run(parts, policy, progress), Outcome()
 
         def leave(kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""`mcore-rl train|sft|eval|probe` without torchrun: check everything, make the run folder, start the local ranks."""
+"""`mcore-rl train|sft|distill|eval|probe` without torchrun: check everything, make the run folder, start the local ranks."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from mcore_rl.config.schema import OptimizerConfig
 from mcore_rl.policy_logits import LastLogits
 from mcore_rl.policy_metrics import UpdateSums, routing_layers
 from mcore_rl.policy_routes import RouteTable, check_batch_routes, check_replayed, coverage
-from mcore_rl.policy_rows import BatchValues, PolicyRow, RowPlan, count_tokens, row_logprobs
+from mcore_rl.policy_rows import BatchValues, PolicyRow, RowPlan, count_tokens, row_values
 from mcore_rl.policy_weights import PolicyWeights
 from mcore_rl.schedules import learning_rate
 from mcore_rl.types import Pass, RoutingLayer, StopRun, TokenBatch, TokenValues, TrainBatch, UpdateReport
@@ -160,9 +160,9 @@ class MegatronPolicy:
             output = self._forward(chunk, micro_batch, pass_name, batch_tokens=None)
 
             def finish(hidden: Tensor) -> tuple[None, None]:
-                logprobs, entropy = row_logprobs(hidden, output_weight(chunk), micro_batch, self._readout, self._groups.cp)
+                found = row_values(hidden, output_weight(chunk), micro_batch, self._readout, self._groups.cp)
                 if self._counts:
-                    values.put(micro_batch, logprobs, entropy)
+                    values.put(micro_batch, found.logprobs, found.entropy)
                 return None, None
 
             return output, finish
@@ -176,12 +176,12 @@ class MegatronPolicy:
             output = self._forward(chunk, micro_batch, Pass.TRAIN, batch_tokens=batch_tokens)
 
             def finish(hidden: Tensor) -> tuple[Tensor, None]:
-                logprobs, entropy = row_logprobs(hidden, output_weight(chunk), micro_batch, self._readout, self._groups.cp)
-                token_loss = self.settings.loss(micro_batch.loss_inputs(logprobs, entropy))
+                found = row_values(hidden, output_weight(chunk), micro_batch, self._readout, self._groups.cp)
+                token_loss = self.settings.loss(micro_batch.loss_inputs(found))
                 loss = micro_batch.weigh(token_loss.values) * self._share
                 if self._counts:
-                    values.put(micro_batch, logprobs, entropy)
-                    sums.add(loss, micro_batch.mask, entropy, token_loss.stats)
+                    values.put(micro_batch, found.logprobs, found.entropy)
+                    sums.add(loss, micro_batch.mask, found.entropy, token_loss.stats)
                 return loss, None
 
             return output, finish

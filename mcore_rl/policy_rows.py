@@ -20,14 +20,25 @@ from models.routes import Routes
 from parallel.context import gather_sequence, shard_indices
 from parallel.layout import Coordinates, ParallelLayout
 from parallel.packing import PackedMicroBatch, pack_micro_batch, plan_micro_batches
-from parallel.vocab import Readout, linear_logprob_entropy
+from parallel.vocab import Readout, linear_logprobs_entropy
+
+
+@dataclass(frozen=True)
+class RowValues:
+    """What the current policy makes of a row, fp32 with gradient, 0 where not trained: log-prob and entropy of its tokens
+    [T]; log-probs [T, K] of the teacher's choices, None where the row has no teacher.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    teacher_choices: Tensor | None
 
 
 @dataclass(frozen=True)
 class PolicyRow:
     """One packed micro-batch on this rank's device, and what its loss needs.
 
-    mask: bool [T], trained tokens. advantages: [S], None without a loss. fields: [T] each, by the names of
+    mask: bool [T], trained tokens. advantages: [S], None without a loss. fields: [T, ...] each, by the names of
     TrainBatch.token_fields. index: number of the micro-batch on this rank.
     part: int64 [T / cp], the tokens that this context-parallel rank computes; everything else here is the whole row's, the
     same on every rank of the group. routes: of the tokens at `part`.
@@ -49,20 +60,22 @@ class PolicyRow:
             raise ValueError("this row was made for a log-prob pass: it has no token weights")
         return (self.fields["weights"] * token_loss).sum()
 
-    def loss_inputs(self, logprobs: Tensor, entropy: Tensor) -> LossInputs:
-        """The row as a loss function sees it, with `logprobs` and `entropy` [T] of the current policy."""
+    def loss_inputs(self, values: RowValues) -> LossInputs:
+        """The row as a loss function sees it, with the current policy's values."""
         advantages = torch.zeros(len(self.packed.segments)) if self.advantages is None else self.advantages
         return LossInputs(
-            current=logprobs,
+            current=values.logprobs,
             old=self.fields.get("old"),
             mask=self.mask,
-            segment_of_token=self.packed.segment_of_token.to(logprobs.device),
-            advantages=advantages.to(logprobs.device),
+            segment_of_token=self.packed.segment_of_token.to(values.logprobs.device),
+            advantages=advantages.to(values.logprobs.device),
             weights=self.fields.get("weights"),
-            entropy=entropy,
+            entropy=values.entropy,
             scale=self.fields.get("scale"),
             advantage_shift=self.fields.get("shift"),
             reference=self.fields.get("reference"),
+            teacher=self.fields.get("teacher_logprobs"),
+            student=values.teacher_choices,
         )
 
 
@@ -117,10 +130,8 @@ class RowPlan:
         )
 
 
-def row_logprobs(
-    hidden: Tensor, weight: Tensor, row: PolicyRow, readout: Readout, cp_group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy (with gradient) of the row's trained tokens, fp32 [T], 0 elsewhere.
+def row_values(hidden: Tensor, weight: Tensor, row: PolicyRow, readout: Readout, cp_group: dist.ProcessGroup) -> RowValues:
+    """Log-prob and entropy of the row's trained tokens, and log-probs of what a teacher would have chosen there.
 
     hidden: [T / cp, H] of the last layer; weight: this rank's output weight [W, H]. The token at t is scored by the hidden
     state at t - 1, which lies in the same segment: position 0 is never trained. That may be another context-parallel rank's:
@@ -128,12 +139,15 @@ def row_logprobs(
     Collective over the context-parallel group, also in backward.
     """
     scored = row.mask.roll(-1)[row.part].nonzero()[:, 0]
-    targets = row.token_ids.roll(-1)[row.part[scored]]
-    values = linear_logprob_entropy(hidden.index_select(0, scored), weight, targets, readout)
-    mine = torch.zeros(row.part.numel(), 2, dtype=torch.float32, device=hidden.device)
-    whole = gather_sequence(mine.index_copy(0, scored, torch.stack(values, 1)), row.cu_seqlens, cp_group)
-    logprob, entropy = functional.pad(whole[:-1], (0, 0, 1, 0)).unbind(1)
-    return logprob, entropy
+    wanted, choices = row.token_ids[:, None], row.fields.get("teacher_ids")
+    if choices is not None:
+        wanted = torch.cat([wanted, choices], 1)
+    targets = wanted.roll(-1, 0)[row.part[scored]]
+    logprobs, entropy = linear_logprobs_entropy(hidden.index_select(0, scored), weight, targets, readout)
+    mine = torch.zeros(row.part.numel(), 1 + wanted.shape[1], dtype=torch.float32, device=hidden.device)
+    whole = gather_sequence(mine.index_copy(0, scored, torch.cat([entropy[:, None], logprobs], 1)), row.cu_seqlens, cp_group)
+    shifted = functional.pad(whole[:-1], (0, 0, 1, 0))
+    return RowValues(shifted[:, 1], shifted[:, 0], None if choices is None else shifted[:, 2:])
 
 
 class BatchValues:

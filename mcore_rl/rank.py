@@ -14,11 +14,18 @@ from pathlib import Path
 from mcore_rl.config.compose import load_config, resolved_yaml
 from mcore_rl.config.schema import RunConfig
 from mcore_rl.config.validate import validate
+from mcore_rl.distill_job import run_distill
 from mcore_rl.guard import die_with_parent, end_on_sigterm, on_uncaught
 from mcore_rl.jobs import run_eval, run_probe, run_sft, run_train
 from mcore_rl.run_folder import fresh_folder, run_folder, write_launch
 
-STAGES: dict[str, Callable[[RunConfig], None]] = {"train": run_train, "sft": run_sft, "eval": run_eval, "probe": run_probe}
+STAGES: dict[str, Callable[[RunConfig], None]] = {
+    "train": run_train,
+    "sft": run_sft,
+    "distill": run_distill,
+    "eval": run_eval,
+    "probe": run_probe,
+}
 
 
 def main(argv: list[str]) -> int:

@@ -50,21 +50,25 @@ class WeightSource(Protocol):
         ...
 
 
-class RolloutEngine(Protocol):
-    """One policy copy that samples. Only rank 0 of the trainer talks to it."""
+class Answerer(Protocol):
+    """Whatever answers prompts: a rollout engine, a teacher."""
 
     @property
     def name(self) -> str:
         """For messages: placement, index, address."""
         ...
 
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """samples_per_prompt completions per prompt, ordered by (prompt, sample)."""
+        ...
+
+
+class RolloutEngine(Answerer, Protocol):
+    """One policy copy that samples. Only rank 0 of the trainer talks to it."""
+
     @property
     def version(self) -> int | None:
         """Version of the weights really loaded and proved; None before the first proved sync or after a failed one."""
-        ...
-
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """samples_per_prompt completions per prompt, ordered by (prompt, sample)."""
         ...
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:

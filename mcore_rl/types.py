@@ -155,6 +155,18 @@ class TokenValues:
 
 
 @dataclass(frozen=True)
+class TeacherTopK:
+    """What a teacher thinks of B sequences: its K most likely tokens at every position, and their log-probs (nats).
+
+    ids: B int64 tensors [T_b, K]. logprobs: B fp32 tensors [T_b, K], likeliest first. Row t is of the choice of token t given
+    those before it; rows of untrained tokens are zeros and mean nothing.
+    """
+
+    ids: tuple[Tensor, ...]
+    logprobs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
 class TrainBatch:
     """One optimizer update's worth of sequences, the same on every rank.
 
@@ -163,7 +175,7 @@ class TrainBatch:
     is its own `old` (exactly on-policy). sampler_logprobs: B tensors [T_b] as the engine recorded them.
     ratio_from_sampler: the sampler's stand under the ratio, not the old ones. All of B tensors [T_b], None when unused:
     scale: constant factors of the policy term. advantage_shift: added to the advantage of a token. reference_logprobs.
-    facts: what making this batch found out, logged with its update.
+    teacher: what to be distilled into the policy. facts: what making this batch found out, logged with its update.
     """
 
     tokens: TokenBatch
@@ -175,11 +187,12 @@ class TrainBatch:
     scale: tuple[Tensor, ...] | None = None
     advantage_shift: tuple[Tensor, ...] | None = None
     reference_logprobs: tuple[Tensor, ...] | None = None
+    teacher: TeacherTopK | None = None
     facts: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def token_fields(self) -> dict[str, tuple[Tensor, ...]]:
-        """Everything per token that the loss reads, by name: weights, old, scale, shift, reference. ValueError when the
-        sampler's log-probs are wanted but lost."""
+        """Everything per token that the loss reads, by name: weights, old, scale, shift, reference, teacher_ids and
+        teacher_logprobs. ValueError when the sampler's log-probs are wanted but lost."""
         if self.ratio_from_sampler and self.sampler_logprobs is None:
             raise ValueError("TrainBatch: ratio_from_sampler, but the batch carries no sampler log-probs")
         found = {
@@ -188,6 +201,8 @@ class TrainBatch:
             "scale": self.scale,
             "shift": self.advantage_shift,
             "reference": self.reference_logprobs,
+            "teacher_ids": self.teacher.ids if self.teacher else None,
+            "teacher_logprobs": self.teacher.logprobs if self.teacher else None,
         }
         return {name: values for name, values in found.items() if values is not None}
 

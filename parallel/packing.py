@@ -53,12 +53,12 @@ class PackedMicroBatch:
         return self.positions < torch.tensor(self.used)[self.segment_of_token]
 
     def pack(self, fields: Sequence[Tensor]) -> Tensor:
-        """Lay the per-token tensors [T_b] of the batch's sequences out like the tokens: [T], zero in padding."""
-        dtype = fields[0].dtype
+        """Lay the per-token tensors [T_b, ...] of the batch's sequences out like the tokens: [T, ...], zero in padding."""
+        dtype, width = fields[0].dtype, fields[0].shape[1:]
         parts: list[Tensor] = []
         for index, length, used in zip(self.segments, self.lengths(), self.used, strict=True):
             parts.extend([fields[index].to(dtype)] if index >= 0 else [])
-            parts.append(torch.zeros(length - used, dtype=dtype))
+            parts.append(torch.zeros((length - used, *width), dtype=dtype))
         return torch.cat(parts)
 
     def unpack(self, flat: Tensor) -> dict[int, Tensor]:

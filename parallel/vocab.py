@@ -1,10 +1,11 @@
-"""Log-prob and entropy of given tokens from hidden states, under a vocabulary split over tensor-parallel ranks.
+"""Log-probs of given tokens and entropy from hidden states, under a vocabulary split over tensor-parallel ranks.
 
 The output layer is applied to a chunk of tokens at a time, in forward and again in backward, so [T, V] logits never exist.
 Softmax is fp32 and exact: padded vocabulary rows take no part, and each shard gets its whole gradient whether or not it
 holds the target. Values and gradients do not depend on the chunk.
 
-T tokens, c tokens of a chunk, V full vocabulary, W rows of this rank's shard (V padded, over tp), H hidden size.
+T tokens, c tokens of a chunk, M targets of a token, V full vocabulary, W rows of this rank's shard (V padded, over tp),
+H hidden size.
 `tp_group` None or of size 1 means the shard is the whole vocabulary.
 """
 
@@ -72,59 +73,70 @@ def linear_logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, read
     hidden: [T, H], equal on all tp ranks; weight: this rank's output weight [W, H]. The gradient of `hidden` is summed
     over tp ranks here, so it is whole on each of them; that of the weight is accumulated in fp32.
     """
+    logprobs, entropy = linear_logprobs_entropy(hidden, weight, targets[:, None], readout)
+    return logprobs[:, 0], entropy
+
+
+def linear_logprobs_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, readout: Readout) -> tuple[Tensor, Tensor]:
+    """Log-probs of several `targets` [T, M] of each token, fp32 [T, M], and entropy [T]; otherwise as for one."""
     return _Readout.apply(hidden, weight, targets, readout)
 
 
 @dataclass
 class _Sums:
-    """Per token over this shard: maximum m, sum e^(l-m), sum e^(l-m) (l-m), logit of the target (0 if not held)."""
+    """Per token over this shard: maximum m, sum e^(l-m), sum e^(l-m) (l-m), logits of the M targets (0 if not held)."""
 
     values: Tensor
 
     @classmethod
-    def empty(cls, tokens: int, device: torch.device) -> _Sums:
-        values = torch.zeros(4, tokens, dtype=torch.float32, device=device)
+    def empty(cls, targets: Tensor) -> _Sums:
+        tokens, count = targets.shape
+        values = torch.zeros(3 + count, tokens, dtype=torch.float32, device=targets.device)
         values[0] = NO_MAXIMUM
         return cls(values)
 
     def fill(self, cut: slice, scores: Tensor, local: Tensor) -> None:
-        """Enter one chunk: scores [c, valid], overwritten; local target column (out of range: not held)."""
+        """Enter one chunk: scores [c, valid], overwritten; local target columns [c, M] (out of range: not held)."""
         if scores.shape[1] == 0:
             return
         top = scores.amax(dim=1)
-        held = (local >= 0) & (local < scores.shape[1])
-        column = torch.where(held, local, 0)[:, None]
+        held, column = _held(local, scores.shape[1])
         self.values[0, cut] = top
-        self.values[3, cut] = torch.where(held, scores.gather(1, column)[:, 0], 0.0)
+        self.values[3:, cut] = torch.where(held, scores.gather(1, column), 0.0).T
         shifted = scores.sub_(top[:, None])
         weights = shifted.exp()
         self.values[1, cut] = weights.sum(dim=1)
         self.values[2, cut] = shifted.mul_(weights).sum(dim=1)
 
     def finish(self, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob, entropy and log-sum-exp over the whole vocabulary."""
-        top, total, weighted, target = self.values
-        if shard.split:
-            top, total, weighted, target = _over_ranks(self.values, shard.group)
+        """Log-probs [T, M], entropy and log-sum-exp over the whole vocabulary."""
+        top, total, weighted, *targets = _over_ranks(self.values, shard.group) if shard.split else self.values
         log_total = total.log()
         lse = top + log_total
-        return target - lse, log_total - weighted / total, lse
+        return torch.stack(targets, 1) - lse[:, None], log_total - weighted / total, lse
 
 
-def _over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _held(local: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Which targets lie in a shard of `rows` rows, and their columns there (0 for the others)."""
+    held = (local >= 0) & (local < rows)
+    return held, torch.where(held, local, 0)
+
+
+def _over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Bring every shard's sums to the common maximum and add them up."""
     top = values[0].clone()
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
     gap = values[0] - top
     scale = gap.exp()
-    sums = torch.stack([scale * values[1], scale * (values[2] + gap * values[1]), values[3]])
+    sums = torch.cat([torch.stack([scale * values[1], scale * (values[2] + gap * values[1])]), values[3:]])
     dist.all_reduce(sums, group=group)
-    return top, sums[0], sums[1], sums[2]
+    return torch.cat([top[None], sums])
 
 
 @dataclass(frozen=True)
 class _Upstream:
-    """Per token of a chunk [c]: log-sum-exp, entropy, local target column, gradient of log-prob and of entropy (or None)."""
+    """Per token of a chunk: log-sum-exp [c], entropy [c], local target columns [c, M], gradient of log-probs [c, M] and of
+    entropy (or None)."""
 
     lse: Tensor
     entropy: Tensor
@@ -133,16 +145,17 @@ class _Upstream:
     entropy_grad: Tensor | None
 
     def to_scores(self, scores: Tensor) -> Tensor:
-        """Gradient of scores [c, valid], which are overwritten: g (onehot - p) - h p (log p + H)."""
-        log_p = scores.sub_(self.lse[:, None])
+        """Gradient of scores [c, valid], which are overwritten: sum over targets of g (onehot - p), - h p (log p + H)."""
+        log_p, spread = scores.sub_(self.lse[:, None]), self.logprob_grad.sum(1, keepdim=True)
         if self.entropy_grad is None:
-            out = log_p.exp_().mul_(-self.logprob_grad[:, None])
+            out = log_p.exp_().mul_(-spread)
         else:
             p = log_p.exp()
-            factor = log_p.add_(self.entropy[:, None]).mul_(self.entropy_grad[:, None]).add_(self.logprob_grad[:, None])
+            factor = log_p.add_(self.entropy[:, None]).mul_(self.entropy_grad[:, None]).add_(spread)
             out = p.mul_(factor).neg_()
-        held = ((self.local >= 0) & (self.local < out.shape[1])).nonzero()[:, 0]
-        out[held, self.local[held]] += self.logprob_grad[held]
+        if out.shape[1]:
+            held, column = _held(self.local, out.shape[1])
+            out.scatter_add_(1, column, torch.where(held, self.logprob_grad, 0.0))
         return out
 
 
@@ -157,15 +170,15 @@ class _Readout(Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, readout: Readout) -> tuple[Tensor, Tensor]:
-        shard, sums = readout.shard(weight.shape[0]), _Sums.empty(len(targets), hidden.device)
+        shard, sums = readout.shard(weight.shape[0]), _Sums.empty(targets)
         rows = weight[: shard.valid]
         for cut in readout.cuts(len(targets)):
             sums.fill(cut, _scores(hidden[cut], rows, readout.temperature), targets[cut] - shard.start)
-        logprob, entropy, lse = sums.finish(shard)
+        logprobs, entropy, lse = sums.finish(shard)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.readout, ctx.shard = readout, shard
         ctx.set_materialize_grads(False)
-        return logprob, entropy
+        return logprobs, entropy
 
     @staticmethod
     @once_differentiable
@@ -174,7 +187,7 @@ class _Readout(Function):
         readout, shard = ctx.readout, ctx.shard
         to_logprob, to_entropy = (None if grad is None else grad.float() / readout.temperature for grad in grad_outputs)
         if to_logprob is None:
-            to_logprob = torch.zeros_like(lse)
+            to_logprob = torch.zeros(targets.shape, dtype=lse.dtype, device=lse.device)
         if to_entropy is not None and not to_entropy.any():
             to_entropy = None
         rows, to_hidden = weight[: shard.valid], torch.zeros_like(hidden)

@@ -16,6 +16,7 @@ class LossStats:
     active: units with a nonzero advantage. clipped: active units that the clip acted on; clipped_high: those with A > 0.
     tokens: trained tokens. ratio_kl: sum of r - 1 - log r over them. pg_positive, pg_negative: weighted policy loss of
     tokens with A > 0 and A < 0. reference_tokens, kl_k1, kl_k3: tokens with a reference, and the estimators' sums.
+    teacher_tokens, teacher_kl, outside_k: tokens with a teacher, their reverse KL (nats), their mass outside its K choices.
     """
 
     clipped: float = 0.0
@@ -30,6 +31,9 @@ class LossStats:
     reference_tokens: float = 0.0
     kl_k1: float = 0.0
     kl_k3: float = 0.0
+    teacher_tokens: float = 0.0
+    teacher_kl: float = 0.0
+    outside_k: float = 0.0
     largest: float = -math.inf
     negated_smallest: float = -math.inf
 
@@ -52,7 +56,7 @@ class LossStats:
         return LossStats.from_parts(sums, [max(a, b) for a, b in zip(self.extremes(), other.extremes(), strict=True)])
 
     def metrics(self) -> dict[str, float]:
-        """Names as they are logged; NaN where there was no unit. The reference's are left out where there is none.
+        """Names as they are logged; NaN where there was no unit. Those of a reference or a teacher are there with it.
 
         clip_frac, clip_frac_high, clip_frac_low: over active units. ratio_min, ratio_mean, ratio_max: over all.
         pg_skew: (P + N) / (|P| + |N|) of the two losses, 0 when rise and fall balance; a ratio KL cannot see it move.
@@ -73,6 +77,9 @@ class LossStats:
         if self.reference_tokens:
             found["kl_k1_nats"] = self.kl_k1 / self.reference_tokens
             found["kl_k3_nats"] = self.kl_k3 / self.reference_tokens
+        if self.teacher_tokens:
+            found["teacher_kl_nats"] = self.teacher_kl / self.teacher_tokens
+            found["mass_outside_teacher_k"] = self.outside_k / self.teacher_tokens
         return found
 
 

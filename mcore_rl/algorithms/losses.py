@@ -27,7 +27,8 @@ class LossInputs:
     mask: bool [T], trained tokens. segment_of_token: int64 [T]. advantages: [S].
     weights: the token weights [T], for what is logged only. entropy: [T] with gradient. All [T] below may be None:
     scale: constant factor of the policy term (correction, selected tokens). advantage_shift: added to a token's advantage.
-    reference: log-probs under the reference.
+    reference: log-probs under the reference. teacher, student: [T, K], log-probs of the teacher's K choices under the
+    teacher (constants) and under the current policy (with gradient).
     """
 
     current: Tensor
@@ -40,6 +41,8 @@ class LossInputs:
     scale: Tensor | None = None
     advantage_shift: Tensor | None = None
     reference: Tensor | None = None
+    teacher: Tensor | None = None
+    student: Tensor | None = None
 
     @property
     def segments(self) -> int:

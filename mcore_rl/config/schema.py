@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from mcore_rl.config.algorithm import Aggregation, AlgorithmConfig, Baseline, RatioLevel
+from mcore_rl.config.distill import DistillConfig
 from mcore_rl.config.reward import DataGateConfig, RewardConfig
 from mcore_rl.config.router import ReplaySource, RouterConfig, RouterMode
 
@@ -276,5 +277,6 @@ class RunConfig:
     data_gate: DataGateConfig = field(default_factory=DataGateConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

@@ -13,6 +13,7 @@ from mcore_rl.config.device import uses_cuda
 from mcore_rl.config.requirement import require
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.schema import Device, Impl, RunConfig
+from mcore_rl.config.validate_distill import validate_distill
 from mcore_rl.config.validate_fields import validate_fields
 from mcore_rl.config.validate_model import model_spec, model_tokenizer, validate_layout, validate_reference
 from mcore_rl.data.band_task import BandTask
@@ -27,7 +28,7 @@ from models.delta_net_kernel import check_kernel
 def validate(config: RunConfig, stage: str = "train", *, local_ranks: int | None = None) -> None:
     """Raise ValueError, one line with key, value and what would be right, for the first thing that cannot work.
 
-    stage: train, sft, eval or probe. local_ranks: ranks this host will run (None: somebody else places them).
+    stage: train, sft, distill, eval or probe. local_ranks: ranks this host will run (None: somebody else places them).
     """
     validate_fields(config)
     require(stage != "sft" or config.sft.steps > 0, f"sft.steps={config.sft.steps}", "mcore-rl sft needs at least 1 step")
@@ -41,6 +42,8 @@ def validate(config: RunConfig, stage: str = "train", *, local_ranks: int | None
     if stage == "train":
         validate_reference(config.algorithm.kl, spec)
     tokenizer = model_tokenizer(config.model, spec)
+    if stage == "distill":
+        validate_distill(config, spec, tokenizer)
     validate_task(config, tokenizer, stage)
     validate_reward_function(config.reward)
 
@@ -80,7 +83,7 @@ def validate_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, stage: 
     )
     if stage == "train" and isinstance(task, BandTask):
         gate_band(task.band, config.data_gate)
-    prompts = task.prompts(0, 16) + task.eval_prompts("test", config.eval.prompts) + _gate_prompts(config, task)
+    prompts = task.prompts(0, 16) + task.eval_prompts("test", config.eval.prompts) + _gate_prompts(config, task, stage)
     if stage == "probe":
         prompts += task.probe_prompts(0, config.data_gate.prompts)
     longest = max(len(prompt.token_ids) for prompt in prompts)
@@ -92,5 +95,7 @@ def validate_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, stage: 
     )
 
 
-def _gate_prompts(config: RunConfig, task: BuiltTask) -> list[Prompt]:
+def _gate_prompts(config: RunConfig, task: BuiltTask, stage: str) -> list[Prompt]:
+    if stage == "distill":
+        return task.eval_prompts("val", config.distill.gate_prompts)
     return task.eval_prompts("val", config.sft.check_prompts) if config.sft.steps else []

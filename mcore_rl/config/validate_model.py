@@ -22,7 +22,7 @@ CPU_DELTA_NET_HEADS = (64, 128)
 def model_spec(model: ModelConfig) -> ModelSpec:
     """Spec of the checkpoint at model.path, or of model.build. ValueError naming key, path and what is missing."""
     if model.path is not None:
-        return _spec_of_folder(Path(model.path))
+        return spec_of_folder(Path(model.path))
     if model.build is None:
         raise ValueError("model.path=null: give a Hugging Face folder, or model=quickstart_moe to build a small model")
     try:
@@ -88,12 +88,13 @@ def validate_reference(kl: KlConfig, spec: ModelSpec) -> None:
         return
     setting = f"algorithm.kl.reference={kl.reference}"
     require(kl.coef > 0.0, setting, "is read with algorithm.kl.coef > 0 only")
-    found = _spec_of_folder(Path(kl.reference), "algorithm.kl.reference")
+    found = spec_of_folder(Path(kl.reference), "algorithm.kl.reference")
     differing = [field.name for field in fields(ModelSpec) if getattr(found, field.name) != getattr(spec, field.name)]
     require(not differing, setting, f"another model than the trained one; they differ in {', '.join(differing)}")
 
 
-def _spec_of_folder(folder: Path, name: str = "model.path") -> ModelSpec:
+def spec_of_folder(folder: Path, name: str = "model.path") -> ModelSpec:
+    """Spec of the checkpoint in `folder`. ValueError naming the setting, the folder and what is missing."""
     key = f"{name}={folder}"
     require(folder.is_dir(), key, "no such folder; a Hugging Face folder (config.json, safetensors, tokenizer) is needed")
     require((folder / "config.json").is_file(), key, "has no config.json, so it is not a Hugging Face folder")

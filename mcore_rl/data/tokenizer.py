@@ -45,16 +45,19 @@ def build_tokenizer(name: str = "arithmetic") -> PreTrainedTokenizerFast:
     return fast
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a Hugging Face folder. ValueError when it is missing, slow, or lacks a chat template or stop token."""
+def load_tokenizer(path: str | Path, key: str = "model.path") -> PreTrainedTokenizerFast:
+    """The tokenizer of a Hugging Face folder. ValueError when it is missing, slow, or lacks a chat template or stop token.
+
+    key: the setting that names the folder.
+    """
     folder = Path(path)
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"model.path: no tokenizer.json in {folder}")
+        raise ValueError(f"{key}: no tokenizer.json in {folder}")
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"model.path: the tokenizer in {folder} is {type(tokenizer).__name__}, a fast one is needed")
+        raise ValueError(f"{key}: the tokenizer in {folder} is {type(tokenizer).__name__}, a fast one is needed")
     if not tokenizer.chat_template:
-        raise ValueError(f"model.path: the tokenizer in {folder} has no chat template")
+        raise ValueError(f"{key}: the tokenizer in {folder} has no chat template")
     stop_token_ids(tokenizer)
     return tokenizer
 

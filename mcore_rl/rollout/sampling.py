@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.types import Prompt, SamplingParams
+from mcore_rl.errors import EngineRefused
+from mcore_rl.types import Completion, Prompt, SamplingParams
+
+_FINISH_REASONS = ("stop", "length")
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -60,6 +63,22 @@ def vllm_sampling(sampling: SamplingParams, seed: int) -> dict[str, Any]:
 def score_sampling() -> dict[str, Any]:
     """Log-probs of the prompt itself; the one generated token is thrown away."""
     return {"n": 1, "temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
+
+
+def top_sampling(count: int) -> dict[str, Any]:
+    """Log-probs of the `count` likeliest tokens at every place of the prompt; the one generated token is thrown away."""
+    return {**score_sampling(), "prompt_logprobs": count}
+
+
+def completion_of(prompt: Prompt, index: int, output: Mapping[str, Any], *, version: int, where: str) -> Completion:
+    """An engine's output as the answer `index` of `prompt`. EngineRefused when it is no complete answer; where: for messages."""
+    token_ids, logprobs = tuple(output["token_ids"]), tuple(output["logprobs"])
+    if not token_ids or len(token_ids) != len(logprobs):
+        raise EngineRefused(f"{where}: {len(token_ids)} tokens with {len(logprobs)} log-probs")
+    reason, ids = output["finish_reason"], prompt.token_ids
+    if reason not in _FINISH_REASONS:
+        raise EngineRefused(f"{where} ended with {reason!r}; only {_FINISH_REASONS} are complete answers")
+    return Completion(prompt.prompt_id, index, ids, token_ids, logprobs, reason, version, output.get("routes"))
 
 
 def generation_requests(prompts: Sequence[Prompt], sampling: SamplingParams, max_model_len: int) -> list[dict[str, Any]]:

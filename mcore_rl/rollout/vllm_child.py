@@ -42,6 +42,14 @@ class Engine:
             for output, request in zip(outputs, requests, strict=True)
         ]
 
+    def top_logprobs(self, requests: list[dict[str, Any]]) -> list[dict[str, str]]:
+        """Of every prompt token from the request's `start` on: the K likeliest ids, likeliest first, and their log-probs.
+
+        K is the request's prompt_logprobs; [n, K] arrays, int32 and float32.
+        """
+        outputs = self._run(requests)
+        return [_top(output.prompt_logprobs, request) for output, request in zip(outputs, requests, strict=True)]
+
     def native(self, step: str, payload: dict[str, Any]) -> None:
         """One call of vLLM's weight-transfer lifecycle."""
         if step == "init":
@@ -85,6 +93,16 @@ class Engine:
         prompts: Any = [{"prompt_token_ids": request["token_ids"]} for request in requests]
         sampling = [self._vllm.SamplingParams(**request["sampling"]) for request in requests]
         return self._llm.generate(prompts, sampling, use_tqdm=False)
+
+
+def _top(rows: Any, request: dict[str, Any]) -> dict[str, str]:
+    import numpy as np  # noqa: PLC0415 - of the engine's process alone
+
+    count = request["sampling"]["prompt_logprobs"]
+    ranked = [sorted(row.items(), key=lambda pair: pair[1].rank)[:count] for row in rows[request["start"] :]]
+    ids = np.array([[token for token, _ in row] for row in ranked], dtype=np.int32)
+    logprobs = np.array([[found.logprob for _, found in row] for row in ranked], dtype=np.float32)
+    return {"ids": _npy(ids), "logprobs": _npy(logprobs)}
 
 
 def _completion(output: Any) -> dict[str, Any]:

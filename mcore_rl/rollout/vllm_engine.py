@@ -12,12 +12,11 @@ from typing import Any
 from mcore_rl.errors import EngineRefused
 from mcore_rl.rollout.link import EngineLink
 from mcore_rl.rollout.route_reader import RouteReader
-from mcore_rl.rollout.sampling import generation_requests, score_sampling
+from mcore_rl.rollout.sampling import completion_of, generation_requests, score_sampling
 from mcore_rl.rollout.sleep import SleepCycle
 from mcore_rl.types import Completion, EngineDied, Prompt, SamplingParams, StaleRollout, WeightMismatch
 
 UNPROVED = "unproved"
-_FINISH_REASONS = ("stop", "length")
 
 
 class VllmEngine:
@@ -182,21 +181,7 @@ class VllmEngine:
         if output["versions"] != [str(self._version)]:
             self.same_process()
             raise StaleRollout(f"{where} was sampled with weights {output['versions']}, version {self._version} was proved")
-        token_ids, logprobs = tuple(output["token_ids"]), tuple(output["logprobs"])
-        if not token_ids or len(token_ids) != len(logprobs):
-            raise EngineRefused(f"{where}: {len(token_ids)} tokens with {len(logprobs)} log-probs")
-        if output["finish_reason"] not in _FINISH_REASONS:
-            raise EngineRefused(f"{where} ended with {output['finish_reason']!r}; only {_FINISH_REASONS} are complete answers")
-        return Completion(
-            prompt.prompt_id,
-            index,
-            prompt.token_ids,
-            token_ids,
-            logprobs,
-            output["finish_reason"],
-            int(output["versions"][0]),
-            output.get("routes"),
-        )
+        return completion_of(prompt, index, output, version=int(output["versions"][0]), where=where)
 
     def _native(self, step: str, payload: dict[str, Any]) -> None:
         try:

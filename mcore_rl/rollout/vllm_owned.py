@@ -80,6 +80,10 @@ class OwnedLink:
         """Prompt log-probs in the order of the requests."""
         return self._call("score", requests)
 
+    def top_logprobs(self, requests: list[dict[str, Any]]) -> list[dict[str, str]]:
+        """Likeliest tokens of the prompts, in the order of the requests."""
+        return self._call("top_logprobs", requests)
+
     def native(self, step: str, payload: dict[str, Any]) -> None:
         """One call of the weight-transfer lifecycle: init, start, update, finish."""
         self._call("native", step, payload)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from mcore_rl.algorithms.distill import distill_loss
 from mcore_rl.algorithms.losses import policy_loss
 from mcore_rl.config.schema import Aggregation, AlgorithmConfig, OptimizerConfig
 from mcore_rl.policy import MegatronPolicy, PolicySettings
@@ -70,10 +71,13 @@ def use_sgd(policy, groups, lr):
 def one_update(groups, device, folder, batch, options):
     """What one update did: report, gradients, weights before and after; the same on every rank.
 
-    options: sgd (a learning rate: plain SGD instead of Adam), multiple (pad rows to it), the rest to PolicySettings.
+    options: sgd (a learning rate: plain SGD instead of Adam), multiple (pad rows to it), distill (entropy coefficient:
+    distillation instead of GSPO), the rest to PolicySettings.
     """
     options = dict(options)
     sgd, multiple = options.pop("sgd", None), options.pop("multiple", None)
+    if "distill" in options:
+        options["loss"] = distill_loss(options.pop("distill"))
     if sgd is not None:
         options["optimizer"] = OptimizerConfig(lr=sgd, clip_grad=0.0)
     policy = make_policy(groups, folder, **options)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.vocab import Readout, linear_logprob_entropy
+from parallel.vocab import Readout, linear_logprob_entropy, linear_logprobs_entropy
 
 TOKENS, VOCAB, PADDED, HIDDEN = 23, 61, 64, 12
 
@@ -159,3 +159,21 @@ def test_refusals():
         Readout(9).shard(8)
     with pytest.raises(ValueError, match="temperature=0"):
         Readout(4, temperature=0.0)
+
+
+@pytest.mark.parametrize("chunk", [5, 512])
+def test_several_targets_of_a_token(chunk):
+    """The same token may be asked for twice; every target carries a gradient of its own."""
+    hidden, weight, targets, _, h = problem()
+    many = torch.stack([targets, (targets + 7) % VOCAB, targets, torch.full_like(targets, VOCAB - 1)], 1)
+    g = torch.randn(TOKENS, 4, generator=torch.Generator().manual_seed(3))
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    logprobs, entropy = linear_logprobs_entropy(*leaves, many, Readout(VOCAB, chunk_tokens=chunk))
+    ours = torch.autograd.grad((logprobs * g).sum() + entropy @ h, leaves)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    table = (exact[0] @ exact[1].T)[:, :VOCAB].log_softmax(-1)
+    wanted = table.gather(1, many)
+    theirs = torch.autograd.grad((wanted * g.double()).sum() - (table.exp() * table).sum(-1) @ h.double(), exact)
+    torch.testing.assert_close(logprobs.double(), wanted, rtol=1e-5, atol=2e-5)
+    for got, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=5e-5)
