@@ -1,6 +1,6 @@
 """Which algorithms keep learning from a sampler that is wrong on purpose? Three seeds of a small quickstart on two cores.
 
-    python tools/study_noisy_sampler.py [--seeds 0 1 2] [--noise 0.05] [--variants NAME ...] [--only-table] [key=value ...]
+    python tools/study_noisy_sampler.py [--seeds 0 1 2] [--noise 0.2] [--variants NAME ...] [--only-table] [key=value ...]
 
 Everything is the real thing: Megatron ranks, vLLM, proved sync. The engine is given the policy's weights times
 (1 + noise), a new noise at every sync; the trainer keeps the clean ones, with which the held-out prompts are answered.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from study_noisy_table import LEARNING, MISMATCH, MONITORS, SeedRun, intervals, read_seed, table
+from study_noisy_table import LEARNING, MISMATCH, MONITORS, SeedRun, intervals, read_seed, spread, table
 from study_noisy_variants import FOLDER, NOISE_STD, ROOT, SEEDS, VARIANTS, Variant, chosen, study_config
 
 from mcore_rl.config.compose import load_config, resolved_yaml
@@ -124,18 +124,31 @@ def conditions(facts: dict[str, Any], first: Sequence[SeedRun]) -> str:
     """How the figures came about, from the study's own records."""
     config = load_config(FOLDER / f"seed{first[0].seed}" / "config.yaml")
     train = config.train
-    words = [*(["--noise", str(facts["noise_std"])] if facts["noise_std"] != NOISE_STD else []), *facts["overrides"]]
-    command = " ".join(["python tools/study_noisy_sampler.py", *words])
+    seeds = ", ".join(str(run.seed) for run in first)
     return (
-        f"`{command}`: {len(first)} seeds, {facts['seconds'] / 60:.1f} minutes on {facts['cores']} cores, warm-ups and all "
+        f"`{command(facts)}`: seeds {seeds}, {facts['seconds'] / 60:.1f} minutes on {facts['cores']} cores, warm-ups and all "
         f"variants together. A seed is one warm-up (the quickstart's model and `sft`), whose checkpoint is the start of all "
         f"its variants; a variant is {train.steps} batches of {train.prompts_per_step} prompts x {train.samples_per_prompt} "
         f"answers, {train.updates_per_batch} updates each, learning rate {config.optimizer.lr:g}, on {config.layout.world} "
         f"ranks and vLLM. Before every batch the proved sync gives the engine each matrix (embeddings and router too) times "
         f"1 + {facts['noise_std']:g} x a standard normal number per element, drawn from seed, version and name: the same noise "
-        f"for all variants of a seed, a new one at every sync. Held-out: {first[0].start.n} test prompts. Cells are the mean "
-        f"over the seeds and, in brackets, every seed."
+        f"for all variants of a seed, a new one at every sync. Held-out: {first[0].start.n} test prompts, of which the clean "
+        f"weights answer {spread([run.start.accuracy for run in first], '.3f')} at the start, and "
+        f"{spread([run.start_t1.accuracy for run in first], '.3f')} at temperature 1. Figures are the mean over the seeds and, "
+        f"in brackets, every seed."
     )
+
+
+def command(facts: dict[str, Any]) -> str:
+    """The command line that does the same study again."""
+    words = ["python tools/study_noisy_sampler.py"]
+    if facts["seeds"] != list(SEEDS):
+        words += ["--seeds", *(str(seed) for seed in facts["seeds"])]
+    if facts["noise_std"] != NOISE_STD:
+        words += ["--noise", str(facts["noise_std"])]
+    if facts["variants"] != [variant.name for variant in VARIANTS]:
+        words += ["--variants", *facts["variants"]]
+    return " ".join([*words, *facts["overrides"]])
 
 
 if __name__ == "__main__":

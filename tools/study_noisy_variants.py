@@ -12,9 +12,9 @@ from mcore_rl.config.schema import RunConfig
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "runs" / "study_noisy_sampler"
 SEEDS = (0, 1, 2)
-NOISE_STD = 0.05
+NOISE_STD = 0.2
 PROBE_LIMIT_NATS = 50.0  # the probe compares clean with noisy weights; NaN still fails
-_BATCH = ("train.steps=10", "train.prompts_per_step=16", "train.samples_per_prompt=8", "train.updates_per_batch=2")
+_BATCH = ("train.steps=12", "train.prompts_per_step=16", "train.samples_per_prompt=8", "train.updates_per_batch=2")
 _CORRECTED = "algorithm.correction.enabled=true"
 
 
