@@ -9,6 +9,7 @@ import torch
 from model_ranks import loaded
 from parity_cells import make_case
 
+from mcore_rl.config.schema import OptimizerConfig
 from parallel.layout import ParallelLayout
 
 ONE = ParallelLayout()
@@ -27,6 +28,7 @@ CASES = [
     ("qwen3_moe_mixed", EP2),
     ("qwen3_moe_mixed", PP2),
 ]
+CLIPPED = [TP2_EP2, ParallelLayout(world=4, tp=2, ep=2, etp=2, sp=True), ParallelLayout(world=4, ep=4)]
 SGD = {"sgd": 0.1}
 
 
@@ -35,7 +37,8 @@ def cases(ranks, tmp_path_factory):
     """Family -> the case (transformers in float64, but for its delta rule, which is float32) and the one rank's run."""
     made = {}
     for family in FAMILIES:
-        case = make_case(tmp_path_factory.mktemp(family), family)
+        experts = {} if family == "qwen3_5" else {"num_experts": 8}
+        case = make_case(tmp_path_factory.mktemp(family), family, **experts)
         (one,) = ranks.run(policy_ranks.one_update, ONE, case.folder, case.batch, SGD)
         made[family] = case, one
     return made
@@ -55,6 +58,22 @@ def test_layouts_agree_with_one_rank(ranks, cases, family, layout):
     for got in ranks.run(policy_ranks.one_update, layout, case.folder, case.batch, SGD):
         policy_ranks.assert_same_gradients(got, one)
         policy_ranks.assert_same_updates(got, one)
+
+
+@pytest.mark.parametrize("layout", CLIPPED, ids=str)
+@pytest.mark.parametrize("family", ["qwen3_moe_mixed", "qwen3_5_moe"])
+def test_a_clipped_update(ranks, cases, family, layout):
+    """The norm counts every parameter once (experts, decay rates, convolutions, gates), and the clipped step is that of one
+    rank. Adam shows a common factor of the gradient where eps is large."""
+    case, one = cases[family]
+    norm = one["grad_norm"]
+    options = {"optimizer": OptimizerConfig(lr=1.0, clip_grad=0.1 * norm, eps=100.0)}
+    for got in ranks.run(policy_ranks.one_update, layout, case.folder, case.batch, options):
+        assert abs(got["grad_norm"] - norm) <= 1e-5 * norm
+        for name, before in got["before"].items():
+            moved, factor = before.double() - got["after"][name].double(), one["gradients"][name].double() * 0.1
+            wanted = factor / (factor.abs() + 100.0)
+            assert (moved - wanted).norm() <= 2e-5 * wanted.norm() + 2**-23 * before.double().norm() + 1e-9 * norm, name
 
 
 def bfloat16_update_on_rank(groups, device, folder, batch):
