@@ -3,7 +3,7 @@
     python tools/study_noisy_sampler.py [--seeds 0 1 2] [--noise 0.2] [--variants NAME ...] [--only-table] [key=value ...]
 
 Everything is the real thing: Megatron ranks, vLLM, proved sync. The engine is given the policy's weights times
-(1 + noise), a new noise at every sync; the trainer keeps the clean ones, with which the held-out prompts are answered.
+(1 + noise), the same noise at every sync; the trainer keeps the clean ones, with which the held-out prompts are answered.
 Figures go to runs/study_noisy_sampler/, the tables to docs/study_noisy_sampler.md; its last section is written by hand.
 """
 
@@ -131,8 +131,8 @@ def conditions(facts: dict[str, Any], first: Sequence[SeedRun]) -> str:
         f"its variants; a variant is {train.steps} batches of {train.prompts_per_step} prompts x {train.samples_per_prompt} "
         f"answers, {train.updates_per_batch} updates each, learning rate {config.optimizer.lr:g}, on {config.layout.world} "
         f"ranks and vLLM. Before every batch the proved sync gives the engine each matrix (embeddings and router too) times "
-        f"1 + {facts['noise_std']:g} x a standard normal number per element, drawn from seed, version and name: the same noise "
-        f"for all variants of a seed, a new one at every sync. Held-out: {first[0].start.n} test prompts, of which the clean "
+        f"1 + {facts['noise_std']:g} x a standard normal number per element, drawn from seed and name: the same noise at every "
+        f"sync and for all variants of a seed. Held-out: {first[0].start.n} test prompts, of which the clean "
         f"weights answer {spread([run.start.accuracy for run in first], '.3f')} at the start, and "
         f"{spread([run.start_t1.accuracy for run in first], '.3f')} at temperature 1. Figures are the mean over the seeds and, "
         f"in brackets, every seed."

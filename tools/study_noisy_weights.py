@@ -21,17 +21,18 @@ from mcore_rl.types import Pass, TensorMeta, TokenBatch, TokenValues, TrainBatch
 class Noise:
     """w x (1 + relative_std x e), e standard normal, for tensors of two and more dimensions (router, embeddings, experts).
 
-    e is a function of (seed, version, tensor name) alone, so every rank and every variant of a seed meets the same noise.
+    e is a function of (seed, tensor name) alone: every rank, sync and variant of a seed meets the same noise, as an engine
+    whose kernels are off is off in the same way at every step.
     """
 
     seed: int
     relative_std: float
 
-    def on(self, name: str, tensor: Tensor, version: int) -> Tensor:
+    def on(self, name: str, tensor: Tensor) -> Tensor:
         """A new tensor of the same shape and dtype; norms and biases come back as they are."""
         if tensor.dim() < 2:
             return tensor
-        key = hashlib.blake2b(f"{self.seed}/{version}/{name}".encode(), digest_size=8).digest()
+        key = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key, "big") >> 1)
         drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.device)
         return (tensor.detach().float() * (1.0 + self.relative_std * drawn)).to(tensor.dtype)
@@ -59,13 +60,11 @@ class NoisyWeights:
 
     def bucket(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Noisy full tensors of `names` that this rank holds. Collective."""
-        version = self.version
-        return ((name, self._noise.on(name, tensor, version)) for name, tensor in self._source.bucket(names))
+        return ((name, self._noise.on(name, tensor)) for name, tensor in self._source.bucket(names))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """All noisy tensors on every rank. Collective."""
-        version = self.version
-        return ((name, self._noise.on(name, tensor, version)) for name, tensor in self._source)
+        return ((name, self._noise.on(name, tensor)) for name, tensor in self._source)
 
 
 class NoisyPolicy:
