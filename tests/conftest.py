@@ -18,6 +18,7 @@ LONG = re.compile(
         (
             r"test_checkpoint_convert\.py::test_what_megatron_saves\S*\[qwen3_next",
             r"test_data_gate_runs\.py",
+            r"test_distill_runs\.py::test_(a_teacher|a_quantised|the_teacher)",
             r"test_gpu_check\.py::test_every_part",
             r"test_meta_build\.py::test_hybrids",
             r"test_model_gradients\.py::(test_layouts_agree|test_a_clipped)",
