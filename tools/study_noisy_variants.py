@@ -35,9 +35,19 @@ VARIANTS = (
     Variant(
         "gspo_bypass",
         "GSPO, the sampler's log-probs under the ratio, nothing else",
-        ("algorithm=gspo", _CORRECTED, "algorithm.correction.token=none", "algorithm.correction.sequence=none"),
+        (
+            "algorithm=gspo",
+            _CORRECTED,
+            "algorithm.correction.denominator=sampler",
+            "algorithm.correction.token=none",
+            "algorithm.correction.sequence=none",
+        ),
     ),
-    Variant("gspo_correction", "GSPO + correction (defaults: denominator=sampler)", ("algorithm=gspo", _CORRECTED)),
+    Variant(
+        "gspo_correction",
+        "GSPO + correction, denominator=sampler",
+        ("algorithm=gspo", _CORRECTED, "algorithm.correction.denominator=sampler"),
+    ),
     Variant(
         "gspo_correction_trainer",
         "GSPO + correction, denominator=trainer",
