@@ -218,7 +218,10 @@ def _check_complete(made: CheckpointSource) -> None:
 
 
 def _fingerprint(source: Path, reference: Path, options: ExportOptions) -> str:
-    stamps = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in (source / ".metadata", source / MARKER)]
+    plans = (INDEX, LAYOUT_FILE)
+    of_reference = [path for path in sorted(reference.iterdir()) if path.suffix == ".safetensors" or path.name in plans]
+    files = (source / ".metadata", source / MARKER, *of_reference)
+    stamps = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     config = (reference / "config.json").read_text(encoding="utf-8")
     return json.dumps(["export", str(source.resolve()), str(reference.resolve()), stamps, config, options.text_only])
 

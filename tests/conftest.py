@@ -49,5 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         shared = "starting" in getattr(item, "fixturenames", ())
         if Path(item.path).parent.name in ALONE:
             item.add_marker(pytest.mark.xdist_group("engines" if shared else item.path.stem))
+        if item.path.stem == "test_house":  # it reads all sources, once
+            item.add_marker(pytest.mark.xdist_group("house"))
         if LONG.search(item.nodeid):
             item.add_marker(pytest.mark.long)

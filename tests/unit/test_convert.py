@@ -3,6 +3,7 @@
 import filecmp
 import json
 import multiprocessing
+import os
 import shutil
 import time
 
@@ -11,7 +12,7 @@ import torch
 from made_checkpoints import CONFIGS, fuse, mtp_tensors, tensors_of, write
 from safetensors.torch import load_file
 
-from models import checkpoint_writer, hf_write
+from models import checkpoint_writer, convert_export, hf_write
 from models.checkpoint_reader import MegatronReader, is_distributed_checkpoint
 from models.convert_export import ExportOptions, megatron_to_hf
 from models.convert_import import hf_to_megatron
@@ -230,6 +231,19 @@ def test_a_changed_source_starts_over(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["b"]
     with pytest.raises(ValueError, match="already exists"):
         Staging(tmp_path / "out", "two")
+
+
+def test_a_changed_reference_starts_over(tmp_path):
+    """What is carried over comes from its files, so an interrupted export must not go on with others."""
+    config = CONFIGS["qwen3_moe"]
+    hf = write(tmp_path / "hf", config, tensors_of(config), shards=3)
+    hf_to_megatron(hf, tmp_path / "megatron", QUICK)
+    options = ExportOptions(reference=hf)
+    before = convert_export._fingerprint(tmp_path / "megatron", hf, options)
+    assert before == convert_export._fingerprint(tmp_path / "megatron", hf, options)
+    shard = next(hf.glob("*.safetensors"))
+    os.utime(shard, ns=(1, 1))
+    assert before != convert_export._fingerprint(tmp_path / "megatron", hf, options)
 
 
 def test_a_journal_row_cut_short_is_ignored(tmp_path):

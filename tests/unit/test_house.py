@@ -53,6 +53,12 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Everything in a file, walked once for all tests."""
+    return tuple(ast.walk(tree(path)))
+
+
 def where(path: Path, node: ast.AST | None = None) -> str:
     """path:line, relative to the repository."""
     line = getattr(node, "lineno", None)
@@ -61,7 +67,7 @@ def where(path: Path, node: ast.AST | None = None) -> str:
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """All functions and methods of a file, nested ones too."""
-    return (node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def imported(node: ast.AST) -> list[str]:
@@ -142,7 +148,7 @@ def test_tests_are_not_a_package():
 
 
 def test_no_global_statement():
-    found = [where(path, node) for path in files(*EVERYWHERE) for node in ast.walk(tree(path)) if isinstance(node, ast.Global)]
+    found = [where(path, node) for path in files(*EVERYWHERE) for node in nodes(path) if isinstance(node, ast.Global)]
     assert not found, found
 
 
@@ -159,7 +165,7 @@ def test_a_broad_except_raises_again():
     broad = [
         where(path, node)
         for path in files(*SOURCES)
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.ExceptHandler)
         and caught(node) & {"Exception", "BaseException"}
         and not (isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None)
@@ -184,7 +190,7 @@ def test_foreign_packages_stay_behind_their_fence(package):
     outside = [
         f"{where(path, node)} imports {name}"
         for path in files(*EVERYWHERE)
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         for name in imported(node)
         if inside(name, package) and not any(fnmatch(path.relative_to(ROOT).as_posix(), allowed) for allowed in FENCES[package])
     ]
@@ -201,10 +207,7 @@ def test_the_fence_sees_lazy_and_dotted_imports():
 
 def test_packages_of_the_project_are_imported_by_their_full_name():
     relative = [
-        where(path, node)
-        for path in files(*SOURCES)
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.ImportFrom) and node.level
+        where(path, node) for path in files(*SOURCES) for node in nodes(path) if isinstance(node, ast.ImportFrom) and node.level
     ]
     assert not relative, relative
 

@@ -34,6 +34,7 @@ NEEDS_MEGATRON = {
     "mcore_rl.policy_reference",
     "mcore_rl.policy_weights",
     "mcore_rl.assemble",
+    "mcore_rl.distill_job",
     "mcore_rl.facts",
     "mcore_rl.finish",
     "mcore_rl.jobs",
