@@ -15,6 +15,7 @@ from torch import Tensor
 from mcore_rl.batching import RolloutBatch, build_rollout_batch, split_updates, train_batch
 from mcore_rl.config.algorithm import AlgorithmConfig, Baseline, Overlong, SelectionConfig
 from mcore_rl.config.distill import DistillConfig
+from mcore_rl.engine_calls import rest
 from mcore_rl.rollout.teacher import Teacher
 from mcore_rl.run import Run
 from mcore_rl.stages import draw_prompts, record, roll_out, score, sync, with_old_logprobs
@@ -52,6 +53,7 @@ def distill(run: Run, teacher: Teacher | None) -> int:
         prompts = draw_prompts(run, step)
         completions = roll_out(run, prompts, step)
         scores = score(run, prompts, completions)
+        rest(run)
         rollout = build_rollout_batch(
             prompts,
             completions,
