@@ -1,4 +1,4 @@
-"""What `mcore-rl convert|verify|inspect|reshard` do. The work is in `models.convert_*`."""
+"""What `mcore-rl convert|verify|inspect|average|reshard` do. The work is in `models.convert_*`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from models.checkpoint_reader import is_distributed_checkpoint
+from models.convert_average import AverageOptions, average
 from models.convert_export import ExportOptions, megatron_to_hf
 from models.convert_import import hf_to_megatron
 from models.convert_inspect import inspect_checkpoint
@@ -132,9 +133,19 @@ def cut_anew(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def mean(arguments: argparse.Namespace) -> int:
+    """Several checkpoints into one."""
+    weights = None if arguments.weights is None else tuple(arguments.weights)
+    with Shown("average") as shown:
+        average(arguments.sources, arguments.target, AverageOptions(weights, not arguments.no_fsync), shown)
+    print(arguments.target)
+    return 0
+
+
 ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
     "convert": convert,
     "verify": verify,
     "inspect": inspect,
+    "average": mean,
     "reshard": cut_anew,
 }

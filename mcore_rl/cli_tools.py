@@ -12,6 +12,7 @@ TOOLS = {
     "convert": "Hugging Face folder -> Megatron distributed checkpoint, or back",
     "verify": "is a Megatron checkpoint the same model as a Hugging Face folder: bits, digests, forward",
     "inspect": "names, shapes, dtypes and files of a checkpoint of either kind",
+    "average": "the mean of several Hugging Face folders of one model",
     "reshard": "the same checkpoint cut anew: for a tensor-parallel layout, or in files of another size",
 }
 _CONVERT = """\
@@ -36,6 +37,15 @@ _INSPECT = """\
 _RESHARD = """\
   mcore-rl reshard /models/qwen3-megatron /models/qwen3-megatron-tp8 --tp 8
   mcore-rl reshard /models/Qwen3-30B-A3B /models/smaller-files --shard-gb 2
+"""
+
+
+_AVERAGE = """\
+Adds up in fp32 and stores as the first SOURCE does, with its configuration, tokenizer and files. All must be the same model;
+equal checkpoints give exactly themselves.
+
+  mcore-rl average runs/a/checkpoint runs/b/checkpoint runs/c/checkpoint --target /models/mean
+  mcore-rl average runs/a/checkpoint runs/b/checkpoint --weights 3 1 --target /models/mean
 """
 
 
@@ -90,6 +100,15 @@ def _inspect() -> argparse.ArgumentParser:
     return parser
 
 
+def _average() -> argparse.ArgumentParser:
+    parser = _parser("average", _AVERAGE)
+    parser.add_argument("sources", type=Path, nargs="+", metavar="SOURCE")
+    parser.add_argument("--target", type=Path, required=True, help="must not exist")
+    parser.add_argument("--weights", type=float, nargs="+", help="one positive number for each SOURCE; all alike without")
+    parser.add_argument("--no-fsync", action="store_true", help="do not wait until everything is on the disk")
+    return parser
+
+
 def _reshard() -> argparse.ArgumentParser:
     parser = _parser("reshard", _RESHARD)
     _add_target(parser)
@@ -102,6 +121,7 @@ _PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "convert": _convert,
     "verify": _verify,
     "inspect": _inspect,
+    "average": _average,
     "reshard": _reshard,
 }
 
