@@ -12,6 +12,7 @@ TOOLS = {
     "convert": "Hugging Face folder -> Megatron distributed checkpoint, or back",
     "verify": "is a Megatron checkpoint the same model as a Hugging Face folder: bits, digests, forward",
     "inspect": "names, shapes, dtypes and files of a checkpoint of either kind",
+    "contract": "do two engine settings pass the rollout-correctness gates: KL, step time, held-out accuracy",
     "average": "the mean of several Hugging Face folders of one model",
     "reshard": "the same checkpoint cut anew: for a tensor-parallel layout, or in files of another size",
 }
@@ -40,6 +41,14 @@ _RESHARD = """\
 """
 
 
+_CONTRACT = """\
+TARGET and ACCELERATED are folders of two finished runs that differ in the rollout and sync sections alone. Both engines hold
+TARGET's checkpoint and score its last responses, one engine after the other. A: mean forward KL < 0.05 nats per token, with
+its bootstrap interval. B: a step is faster. C: held-out accuracy is not worse beyond its paired interval. Exit status 1
+unless all pass.
+
+  mcore-rl contract runs/fp32 runs/bf16 --responses 200
+"""
 _AVERAGE = """\
 Adds up in fp32 and stores as the first SOURCE does, with its configuration, tokenizer and files. All must be the same model;
 equal checkpoints give exactly themselves.
@@ -100,6 +109,15 @@ def _inspect() -> argparse.ArgumentParser:
     return parser
 
 
+def _contract() -> argparse.ArgumentParser:
+    parser = _parser("contract", _CONTRACT)
+    parser.add_argument("target", type=Path, metavar="TARGET")
+    parser.add_argument("accelerated", type=Path, metavar="ACCELERATED")
+    parser.add_argument("--responses", type=int, default=100, help="how many of TARGET's last responses are scored")
+    parser.add_argument("--out", type=Path, help="verdict file; default: contract.json in ACCELERATED")
+    return parser
+
+
 def _average() -> argparse.ArgumentParser:
     parser = _parser("average", _AVERAGE)
     parser.add_argument("sources", type=Path, nargs="+", metavar="SOURCE")
@@ -121,12 +139,15 @@ _PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "convert": _convert,
     "verify": _verify,
     "inspect": _inspect,
+    "contract": _contract,
     "average": _average,
     "reshard": _reshard,
 }
+
+_ELSEWHERE = {"contract": "mcore_rl.cli_contract"}
 
 
 def run_tool(command: str, words: Sequence[str]) -> int:
     """Run one of TOOLS; the exit code. ValueError in one line for wrong options and damaged checkpoints."""
     arguments = _PARSERS[command]().parse_args(words)
-    return import_module("mcore_rl.cli_checkpoints").ACTIONS[command](arguments)
+    return import_module(_ELSEWHERE.get(command, "mcore_rl.cli_checkpoints")).ACTIONS[command](arguments)

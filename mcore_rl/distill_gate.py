@@ -11,12 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from mcore_rl.algorithms.distill import SMALLEST_TAIL
+from mcore_rl.algorithms.divergence import TopList, list_kl
 from mcore_rl.evaluate import EvalSpec, evaluate
 from mcore_rl.held_out import evaluate_on_rank0, evaluation_spec
-from mcore_rl.rollout.teacher import Judged, Teacher, start_teacher
+from mcore_rl.rollout.teacher import Teacher, start_teacher
 from mcore_rl.run import Run
 from mcore_rl.types import SamplingParams, StopRun
 from parallel.collectives import on_rank0
@@ -82,19 +81,7 @@ def _quantisation(run: Run, teacher: Teacher, spec: EvalSpec) -> float | None:
         full.close()
 
 
-def mean_kl(full: Sequence[Judged], used: Sequence[Judged]) -> float:
-    """KL(full || used) per token, nats, where both name a token; what only one of them names goes to the bucket of all others,
-    so the value is a lower bound of the true one, and exact for K = V."""
-    parts = [_kl(one, other) for one, other in zip(full, used, strict=True)]
+def mean_kl(full: Sequence[TopList], used: Sequence[TopList]) -> float:
+    """KL(full || used) per answered token, nats, as far as the two lists tell."""
+    parts = [list_kl(one, other).kl for one, other in zip(full, used, strict=True)]
     return float(torch.cat(parts).mean())
-
-
-def _kl(full: Judged, used: Judged) -> Tensor:
-    """[n]."""
-    same = full.ids[:, :, None] == used.ids[:, None, :]
-    shared = same.any(2)
-    theirs = torch.where(same, used.logprobs[:, None, :].double(), 0.0).sum(2)
-    mine = full.logprobs.double()
-    listed = torch.where(shared, mine.exp() * (mine - theirs), 0.0).sum(1)
-    tails = [(1.0 - torch.where(shared, logprobs.exp(), 0.0).sum(1)).clamp_min(SMALLEST_TAIL) for logprobs in (mine, theirs)]
-    return listed + tails[0] * (tails[0].log() - tails[1].log())

@@ -52,6 +52,12 @@ def _teacher(key: str, folder: Path, config: RunConfig, student: ModelSpec, toke
         f"{key}={folder}",
         f"its answers end with token {theirs.eos_token_id}, the student's with {tokenizer.eos_token_id}",
     )
+    longest = config.rollout.max_model_len
+    require(
+        longest < spec.max_positions,
+        f"rollout.max_model_len={longest}",
+        f"{key}={folder} has {spec.max_positions} positions and needs one more than the longest answer",
+    )
     least = min(spec.vocab_size, student.vocab_size)
     require(top_k <= least, f"distill.top_k={top_k}", f"the models have {least} tokens")
 

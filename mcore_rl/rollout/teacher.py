@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
+from mcore_rl.algorithms.divergence import TopList
 from mcore_rl.config.device import uses_cuda
 from mcore_rl.config.schema import DType, RunConfig
 from mcore_rl.errors import EngineRefused
 from mcore_rl.rollout.engine_args import engine_arguments, engine_environment
-from mcore_rl.rollout.sampling import completion_of, generation_requests, top_sampling
+from mcore_rl.rollout.likeliest import likeliest
+from mcore_rl.rollout.sampling import completion_of, generation_requests
 from mcore_rl.rollout.vllm_owned import OwnedLink
 from mcore_rl.types import Completion, Prompt, SamplingParams
 
 TEACHER_VERSION = 0
-
-
-@dataclass(frozen=True)
-class Judged:
-    """The teacher's K likeliest tokens after every prefix of an answer, likeliest first: [n, K] ids and log-probs (nats)."""
-
-    ids: Tensor
-    logprobs: Tensor
 
 
 class Teacher:
@@ -56,25 +43,15 @@ class Teacher:
             for (prompt, index), output in zip(owners, outputs, strict=True)
         ]
 
-    def judge(self, completions: Sequence[Completion]) -> list[Judged]:
-        """Its opinion of every sampled token. EngineRefused when an answer of another size, or no number, comes back."""
-        sampling = top_sampling(self._top_k)
-        requests = [
-            {"token_ids": [*c.prompt_token_ids, *c.token_ids], "start": len(c.prompt_token_ids), "sampling": sampling}
-            for c in completions
-        ]
-        found = [_judged(row) for row in self.link.top_logprobs(requests)]
+    def judge(self, completions: Sequence[Completion]) -> list[TopList]:
+        """Its opinion of every sampled token. EngineRefused for a token that the student does not have."""
+        found = likeliest(self.link, [(one.prompt_token_ids, one.token_ids) for one in completions], self._top_k)
         for completion, one in zip(completions, found, strict=True):
-            wanted = (len(completion.token_ids), self._top_k)
-            if tuple(one.ids.shape) != wanted or tuple(one.logprobs.shape) != wanted:
-                raise EngineRefused(f"{self.name}: {completion.sample_id}: {tuple(one.ids.shape)} judged, {wanted} asked")
             if int(one.ids.max()) >= self.vocab_size:
                 raise EngineRefused(
                     f"{self.name}: {completion.sample_id}: token {int(one.ids.max())} is among its {self._top_k} likeliest, but "
                     f"the student has {self.vocab_size} tokens; use a smaller distill.top_k"
                 )
-            if not bool(one.logprobs.isfinite().all()):
-                raise EngineRefused(f"{self.name}: {completion.sample_id}: a teacher log-prob is not finite")
         return found
 
     def close(self) -> None:
@@ -107,8 +84,3 @@ def start_teacher(config: RunConfig, model: str, log_path: Path, *, vocab_size: 
         request_timeout_s=rollout.request_timeout_s,
     )
     return Teacher(link, max_model_len=longest, top_k=distill.top_k, vocab_size=vocab_size)
-
-
-def _judged(row: dict[str, Any]) -> Judged:
-    ids, logprobs = (np.load(io.BytesIO(base64.b64decode(row[name])), allow_pickle=False) for name in ("ids", "logprobs"))
-    return Judged(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(logprobs))

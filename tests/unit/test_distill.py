@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.distill import distill_loss, reverse_kl, tail_mass
+from mcore_rl.algorithms.divergence import TopList
 from mcore_rl.algorithms.losses import LossInputs
 from mcore_rl.config.compose import compose_config
 from mcore_rl.config.distill import DistillConfig
@@ -15,7 +16,6 @@ from mcore_rl.config.validate import validate
 from mcore_rl.data.tokenizer import build_tokenizer
 from mcore_rl.distill import Flatness, _aligned
 from mcore_rl.distill_gate import mean_kl
-from mcore_rl.rollout.teacher import Judged
 from mcore_rl.tiny_model import build_tiny
 
 VOCAB, TOKENS = 11, 7
@@ -119,8 +119,8 @@ def test_the_answer_lies_at_the_end():
 
 def test_the_gate_compares_what_both_name():
     """Full [.5, .3 | .2] against [.4, .4 | .2]; the used one also lists a token that the full one does not."""
-    full = Judged(torch.tensor([[3, 5]]), torch.tensor([[0.5, 0.3]]).log())
-    used = Judged(torch.tensor([[5, 3, 9]]), torch.tensor([[0.4, 0.4, 0.1]]).log())
+    full = TopList(torch.tensor([[3, 5]]), torch.tensor([[0.5, 0.3]]).log())
+    used = TopList(torch.tensor([[5, 3, 9]]), torch.tensor([[0.4, 0.4, 0.1]]).log())
     wanted = 0.5 * math.log(0.5 / 0.4) + 0.3 * math.log(0.3 / 0.4) + 0.2 * math.log(0.2 / 0.2)
     assert mean_kl([full], [used]) == pytest.approx(wanted, rel=1e-6)
     assert mean_kl([full], [full]) == pytest.approx(0.0, abs=1e-7)
