@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import bench_case as case
+from bench_idle import say_if_busy, settled_load
 
 from mcore_rl.config.compose import compose_config, resolved_yaml
 from mcore_rl.config.schema import BuildConfig, TaskConfig
@@ -32,7 +33,6 @@ TRL_PINS = ROOT / "requirements" / "trl.txt"
 CORES = len(os.sched_getaffinity(0))
 WORLD = 2
 TARGET = 0.8
-BUSY_LOAD = 0.5
 
 
 @dataclass
@@ -191,8 +191,7 @@ def report(ours: Side, trl: Side, parameters: int, load: float) -> bool:
     print(
         f"\n{parameters:,} parameters, {CORES} cores, median of {case.STEPS} steps after {case.WARM_UPS} warm-ups, taken in turns"
     )
-    if load > BUSY_LOAD:
-        print(f"NOT VALID: the machine was busy before the start (load average {load:.1f}); run again when it is idle")
+    say_if_busy(load)
     print(f"ours {medians['ours']:.3f} s, TRL {medians['trl']:.3f} s a step: ratio {ratio:.2f}")
     print("ours by stage: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in stages.items()))
     print("TRL by stage: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in trl.stages().items()))
@@ -206,7 +205,7 @@ def report(ours: Side, trl: Side, parameters: int, load: float) -> bool:
 
 def main() -> None:
     """Command line."""
-    load = os.getloadavg()[0]
+    load = settled_load()
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     checkpoint, prompts = write_case()

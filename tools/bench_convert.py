@@ -17,6 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bench_idle import say_if_busy, settled_load
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "runs" / "bench_convert"
 SOURCE = FOLDER / "checkpoint"
@@ -24,7 +26,6 @@ MARK = "BENCH "
 NEEDED_BYTES = 14e9
 LARGEST_GROUP_BYTES = 32000 * 1024 * 2
 MEMORY_BYTES = 1e9 + LARGEST_GROUP_BYTES
-BUSY_LOAD = 0.5
 # Ours, what it is compared with, how many times as long it may take.
 LIMITS = (
     ("load", "from_pretrained", 1.0),
@@ -85,8 +86,7 @@ def report(figures: dict[str, list[dict[str, float]]], load: float) -> bool:
     peaks = {part: max(row["anonymous_peak_bytes"] for row in rows) for part, rows in figures.items()}
     rows = [(ours, other, limit, seconds[ours] / seconds[other]) for ours, other, limit in LIMITS]
     print(f"\n1.035 B parameters, 2,523 tensors, 2.07 GB bf16; medians of {rounds}, no fsync, one thread")
-    if load > BUSY_LOAD:
-        print(f"NOT VALID: the machine was busy before the start (load average {load:.1f}); run again when it is idle")
+    say_if_busy(load)
     for ours, other, limit, ratio in rows:
         line = f"{ours:13s} {seconds[ours]:5.2f} s against {other:16s} {seconds[other]:5.2f} s: {ratio:4.2f}x of at most {limit}x"
         print(line + ("" if ratio <= limit else "  MISSED"))
@@ -107,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time checkpoint conversion.")
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
-    load = os.getloadavg()[0]
+    load = settled_load()
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     free = shutil.disk_usage(FOLDER).free

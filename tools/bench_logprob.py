@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+from bench_idle import say_if_busy, settled_load
 
 from parallel.vocab import Readout, linear_logprob_entropy
 
@@ -98,10 +99,12 @@ def main() -> None:
     if sizes.side:
         sys.stdout.write(json.dumps(measure(sizes.side, sizes)))
         return
+    load = settled_load()
     found = alternating(sizes)
     medians = {side: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for side, runs in found.items()}
     memory = medians["ours"]["extra_bytes"] / medians["naive"]["extra_bytes"]
     seconds = medians["ours"]["seconds"] / medians["naive"]["seconds"]
+    say_if_busy(load)
     print(f"T={sizes.tokens} V={sizes.vocab} H={sizes.hidden} fp32, {CORES} cores, medians of {sizes.rounds}, taken in turns")
     print(f"extra memory {memory:.1%} of naive's (at most {MOST_MEMORY:.0%}), time {seconds:.2f}x (at most {MOST_TIME}x)")
     if not same_numbers(found):

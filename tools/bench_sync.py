@@ -19,7 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench_convert import BUSY_LOAD, MARK, run
+from bench_convert import MARK, run
+from bench_idle import say_if_busy, settled_load
 
 from mcore_rl.ranks import free_port
 
@@ -62,8 +63,7 @@ def report(found: dict[str, Any], load: float) -> bool:
     ranks = max(found["extra_bytes"]["rank0"], found["extra_bytes"]["rank1"])
     kept = ratio <= MOST_OF_FLOOR and files > 1.0 and share <= MOST_PROOF and ranks <= allowed
     print(f"\n{found['tensors']:,} tensors, {found['bytes'] / 1e9:.2f} GB, EP=2, one thread each")
-    if load > BUSY_LOAD:
-        print(f"NOT VALID: the machine was busy before the start (load average {load:.1f}); run again when it is idle")
+    say_if_busy(load)
     print(f"floor                    {seconds['floor']:6.2f} s")
     print(f"sync without read-back   {seconds['sync']:6.2f} s  {ratio:.2f}x of at most {MOST_OF_FLOOR}x the floor")
     print(f"sync with a tenth read   {seconds['sync_sampled']:6.2f} s")
@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time the weight sync.")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     rounds = parser.parse_args().rounds
-    load = os.getloadavg()[0]
+    load = settled_load()
     for folder in (FOLDER, TMPFS):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
