@@ -59,7 +59,9 @@ def test_what_single_presets_add(presets):
     assert (presets["sapo"].sapo_temperature_positive, presets["sapo"].sapo_temperature_negative) == (1.0, 1.05)
     for name, algorithm in presets.items():
         validate_algorithm(algorithm, samples_per_prompt=8)
-        assert algorithm.kl == KlConfig() and algorithm.correction == CorrectionConfig() and not algorithm.entropy_coef, name
+        recomputed = algorithm.ratio_level is not RatioLevel.token
+        correction = CorrectionConfig(denominator=Denominator.trainer if recomputed else Denominator.sampler)
+        assert algorithm.kl == KlConfig() and algorithm.correction == correction and not algorithm.entropy_coef, name
         assert (algorithm.selection == SelectionConfig()) == (name != "dapo")
         assert (algorithm.clip_cov == ClipCovConfig()) == (name != "grpo_pp")
 
