@@ -120,9 +120,9 @@ def test_the_child_goes_with_its_parent(tmp_path, ending):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, cwd=tmp_path) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
-        seen = child.environ()
         while not (tmp_path / "busy").exists():
             time.sleep(0.1)
+        seen = child.environ()
         parent.send_signal(ending)
         parent.wait(20)
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & set(seen)
