@@ -63,6 +63,12 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path")
+    return Path(text)
+
+
 def _parser(command: str, text: str) -> argparse.ArgumentParser:
     return _Parser(
         prog=f"mcore-rl {command}",
@@ -78,15 +84,15 @@ def _add_cut(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE")
-    parser.add_argument("target", type=Path, metavar="TARGET", help="must not exist")
+    parser.add_argument("source", type=_path, metavar="SOURCE")
+    parser.add_argument("target", type=_path, metavar="TARGET", help="must not exist")
     parser.add_argument("--no-fsync", action="store_true", help="do not wait until everything is on the disk")
 
 
 def _convert() -> argparse.ArgumentParser:
     parser = _parser("convert", _CONVERT)
     _add_target(parser)
-    parser.add_argument("--reference", type=Path, help="Hugging Face folder with configuration, tokenizer and file layout")
+    parser.add_argument("--reference", type=_path, help="Hugging Face folder with configuration, tokenizer and file layout")
     parser.add_argument("--text-only", action="store_true", help="the decoder of a vision model alone (Megatron -> Hugging Face)")
     parser.add_argument("--mtp", choices=("keep", "drop"), default="keep", help="tensors of multi-token prediction")
     _add_cut(parser)
@@ -95,15 +101,15 @@ def _convert() -> argparse.ArgumentParser:
 
 def _verify() -> argparse.ArgumentParser:
     parser = _parser("verify", _VERIFY)
-    parser.add_argument("megatron", type=Path, metavar="MEGATRON")
-    parser.add_argument("hf", type=Path, metavar="HF")
+    parser.add_argument("megatron", type=_path, metavar="MEGATRON")
+    parser.add_argument("hf", type=_path, metavar="HF")
     parser.add_argument("--no-forward", action="store_true", help="bits and digests only (needs neither Megatron nor time)")
     return parser
 
 
 def _inspect() -> argparse.ArgumentParser:
     parser = _parser("inspect", _INSPECT)
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("folder", type=_path, metavar="FOLDER")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     parser.add_argument("--digests", action="store_true", help="xxh3-64 of every tensor's bytes (reads everything)")
     return parser
@@ -111,17 +117,17 @@ def _inspect() -> argparse.ArgumentParser:
 
 def _contract() -> argparse.ArgumentParser:
     parser = _parser("contract", _CONTRACT)
-    parser.add_argument("target", type=Path, metavar="TARGET")
-    parser.add_argument("accelerated", type=Path, metavar="ACCELERATED")
+    parser.add_argument("target", type=_path, metavar="TARGET")
+    parser.add_argument("accelerated", type=_path, metavar="ACCELERATED")
     parser.add_argument("--responses", type=int, default=100, help="how many of TARGET's last responses are scored")
-    parser.add_argument("--out", type=Path, help="verdict file; default: contract.json in ACCELERATED")
+    parser.add_argument("--out", type=_path, help="verdict file; default: contract.json in ACCELERATED")
     return parser
 
 
 def _average() -> argparse.ArgumentParser:
     parser = _parser("average", _AVERAGE)
-    parser.add_argument("sources", type=Path, nargs="+", metavar="SOURCE")
-    parser.add_argument("--target", type=Path, required=True, help="must not exist")
+    parser.add_argument("sources", type=_path, nargs="+", metavar="SOURCE")
+    parser.add_argument("--target", type=_path, required=True, help="must not exist")
     parser.add_argument("--weights", type=float, nargs="+", help="one positive number for each SOURCE; all alike without")
     parser.add_argument("--no-fsync", action="store_true", help="do not wait until everything is on the disk")
     return parser

@@ -38,20 +38,16 @@ def run_contract(target: Path, accelerated: Path, out: Path, *, responses: int, 
     configs = [_config(folder) for folder in folders]
     check_comparable(*(yaml.safe_load(folder.config.read_text(encoding="utf-8")) for folder in folders))
     answers = last_responses(folders[0].rollouts, responses)
+    gates = {
+        "B_step_seconds": gate_b(*(_rows(folder.metrics) for folder in folders)),
+        "C_held_out": gate_c(*(_evaluation(folder) for folder in folders), samples=samples),
+    }
     logs = out.parent / "contract_logs"
     found = [
         distributions(config, folders[0].checkpoint, answers, logs / f"{name}.log")
         for name, config in zip(("target", "accelerated"), configs, strict=True)
     ]
-    metrics = [_rows(folder.metrics) for folder in folders]
-    after = [_evaluation(folder) for folder in folders]
-    result = verdict(
-        {
-            "A_forward_kl": gate_a(*found, samples=samples),
-            "B_step_seconds": gate_b(*metrics),
-            "C_held_out": gate_c(*after, samples=samples),
-        }
-    )
+    result = verdict({"A_forward_kl": gate_a(*found, samples=samples), **gates})
     result |= {"target": str(target), "accelerated": str(accelerated)}
     write_json(out, result)
     return result
@@ -108,4 +104,10 @@ def _evaluation(folder: RunFolder) -> EvalResult:
 def _rows(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"contract: {path} does not exist; give the folder of a run that ended")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"contract: {path}, line {number}: not JSON") from error
+    return rows

@@ -7,6 +7,7 @@ from mcore_rl.assemble import Parts
 from mcore_rl.config.schema import RunConfig
 from mcore_rl.distill import distill
 from mcore_rl.distill_gate import teacher_gate
+from mcore_rl.facts import distill_facts
 from mcore_rl.finish import export
 from mcore_rl.held_out import look
 from mcore_rl.jobs import announce, opened
@@ -17,7 +18,7 @@ from mcore_rl.stages import sync
 
 def run_distill(config: RunConfig) -> None:
     """Teacher gate, held-out look, distillation, held-out look, export, report. Collective."""
-    with opened(config, distill_policy) as (parts, run, outcome):
+    with opened(config, distill_policy, distill_facts) as (parts, run, outcome):
         teacher = None
         if parts.engine is not None and config.distill.teacher is not None:
             log, size = parts.folder.logs / "teacher.log", parts.trainer.spec.vocab_size

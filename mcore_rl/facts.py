@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import xxhash
@@ -11,6 +11,7 @@ from torch import nn
 
 from mcore_rl.assemble import Parts
 from mcore_rl.config.algorithm import INITIAL
+from mcore_rl.config.schema import RunConfig
 from mcore_rl.data.band_task import BandTask
 from mcore_rl.manifest import RunFacts, build_manifest, file_sha256, text_sha256, write_manifest
 from mcore_rl.run import Run
@@ -19,8 +20,11 @@ _READ_BYTES = 1 << 24
 _ROLES = {"norm": "norm", "attention": "core_attention", "experts": "experts", "router": "router"}
 
 
-def record_manifest(parts: Parts, run: Run, optimizer: str) -> None:
-    """Write manifest.json on rank 0, before the first step, so that a run that fails has its conditions on record too."""
+def record_manifest(parts: Parts, run: Run, optimizer: str, extra: Mapping[str, object]) -> None:
+    """Write manifest.json on rank 0, before the first step, so that a run that fails has its conditions on record too.
+
+    extra: what the stage itself has to say; it replaces entries of that name.
+    """
     launch = json.loads(run.folder.launch.read_text(encoding="utf-8")) if run.folder.launch.exists() else {}
     facts = RunFacts(
         tokenizer_sha256=file_sha256(parts.model_path / "tokenizer.json"),
@@ -28,7 +32,7 @@ def record_manifest(parts: Parts, run: Run, optimizer: str) -> None:
         model_digest=weights_digest(parts.model_path),
         implementations={"optimizer": optimizer, **implementations(parts.trainer.chunks)},
         reward_version=f"{run.reward_version} {run.extraction}",
-        extra={"engine": run.sampler().name, "data": parts.task.facts(), "kl": kl_facts(parts)},
+        extra={"engine": run.sampler().name, "data": parts.task.facts(), "kl": kl_facts(parts), **extra},
     )
     write_manifest(run.folder, build_manifest(parts.config, facts, launch=launch))
 
@@ -44,6 +48,15 @@ def require_band_of_model(parts: Parts) -> None:
             f"task.band_file={config.band_file}: its pass rates are of a model with digest {probed}, this run starts from "
             f"{mine}; probe this model, or set task.band_any_model=true"
         )
+
+
+def distill_facts(config: RunConfig) -> dict[str, object]:
+    """What a distillation learns from, in place of an algorithm it does not run."""
+    distill = config.distill
+    teachers = {name: path for name, path in (("teacher", distill.teacher), ("full_teacher", distill.full_teacher)) if path}
+    digests = {f"{name}_digest": weights_digest(Path(path)) for name, path in teachers.items()}
+    settings = {"top_k": distill.top_k, "entropy_coef": distill.entropy_coef}
+    return {"algorithm": {"distillation": {**teachers, **digests, **settings}}, "advantage_normalisation": None}
 
 
 def kl_facts(parts: Parts) -> dict[str, object] | None:

@@ -74,11 +74,14 @@ def run_probe(config: RunConfig) -> None:
 
 @contextmanager
 def opened(
-    config: RunConfig, make_policy: Callable[[Parts], MegatronPolicy] | None = None
+    config: RunConfig,
+    make_policy: Callable[[Parts], MegatronPolicy] | None = None,
+    facts: Callable[[RunConfig], dict[str, object]] | None = None,
 ) -> Iterator[tuple[Parts, Run, Outcome]]:
     """A run ready to train, whose summary and report are written on every way out.
 
-    make_policy: the first policy; None: a warm-up's where one is configured, else that of RL.
+    make_policy: the first policy; None: a warm-up's where one is configured, else that of RL. facts: of the stage, for the
+    manifest.
     """
     with ExitStack() as stack:
         parts = stack.enter_context(assembled(config))
@@ -93,7 +96,7 @@ def opened(
 
         stack.push(leave)
         if parts.engine is not None:
-            record_manifest(parts, run, policy.optimizer_name)
+            record_manifest(parts, run, policy.optimizer_name, facts(config) if facts else {})
             require_band_of_model(parts)
         yield parts, run, outcome
 

@@ -17,6 +17,7 @@ from mcore_rl.report_plots import (
     draw_responses,
     draw_reward,
     draw_seconds,
+    draw_teacher,
 )
 from mcore_rl.report_routing import draw_expert_load, draw_load_peak, draw_router_entropy
 from mcore_rl.run_folder import RunFolder
@@ -42,6 +43,8 @@ PLOTS = (
     Plot("load_peak", "Load of the busiest expert", "Over the mean load of its layer; 1 is even.", draw_load_peak),
     Plot("expert_load", "Load of every expert", "Share of the layer's choices, first and last step.", draw_expert_load),
 )
+# What a distillation shows in the place of the clip, which it does not have.
+TEACHER = Plot("teacher", "Distillation", "Distance from the teacher on the student's own answers, per update.", draw_teacher)
 _DPI = 140
 
 
@@ -53,7 +56,8 @@ def write_report(folder: RunFolder) -> Path:
     data = load_run(folder)
     folder.plots.mkdir(exist_ok=True)
     pictures: list[tuple[Plot, Path]] = []
-    for plot in PLOTS:
+    distilled = any(name.startswith("teacher_kl_nats/") for row in data.rows for name in row)
+    for plot in (TEACHER if distilled and plot.name == "clip" else plot for plot in PLOTS):
         figure = plot.draw(data)
         if figure is not None:
             path = folder.plots / f"{plot.name}.png"

@@ -164,6 +164,18 @@ def draw_clip(data: RunData) -> Figure | None:
     return figure
 
 
+def draw_teacher(data: RunData) -> Figure | None:
+    """Divergence from the teacher per update, and what its list does not cover."""
+    divergence = {name.replace("_", " "): values for name, values in data.family("teacher_kl_nats").items()}
+    outside = {name.replace("_", " "): values for name, values in data.family("mass_outside_teacher_k").items()}
+    if not divergence and not outside:
+        return None
+    figure, (left, right) = new_figure(2)
+    over_steps(left, data, divergence, "KL(student || teacher), nats per token")
+    over_steps(right, data, outside, "student's mass outside the teacher's K")
+    return figure
+
+
 def draw_optimizer(data: RunData) -> Figure | None:
     """Gradient norm per update and the learning rate."""
     norms = {name.replace("_", " "): values for name, values in data.family("grad_norm").items()}

@@ -135,6 +135,10 @@ def compare_forwards(megatron: Path, hf: Path, spec: ModelSpec) -> Parity:
 
 def parity_of(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Parity:
     """Compare the outputs of both sides, by name."""
+    for name in sorted(ours.keys() & theirs.keys(), key=_number):
+        if ours[name].shape != theirs[name].shape:
+            sizes = f"{list(ours[name].shape)} and {list(theirs[name].shape)}"
+            raise ValueError(f"the checkpoints are of models of different sizes: {name} has {sizes}")
     layers = {name: _relative(ours[name], theirs[name]) for name in sorted(ours, key=_number) if name in theirs}
     logits = layers.pop("logits")
     one, other = ours["logits"].log_softmax(-1), theirs["logits"].log_softmax(-1)

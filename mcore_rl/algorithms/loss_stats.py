@@ -61,6 +61,8 @@ class LossStats:
         clip_frac, clip_frac_high, clip_frac_low: over active units. ratio_min, ratio_mean, ratio_max: over all.
         pg_skew: (P + N) / (|P| + |N|) of the two losses, 0 when rise and fall balance; a ratio KL cannot see it move.
         """
+        if self.teacher_tokens and not self.count:  # distillation has no ratio, clip or advantage
+            return self._teacher()
         size = abs(self.pg_positive) + abs(self.pg_negative)
         found = {
             "clip_frac": _share(self.clipped, self.active),
@@ -77,10 +79,13 @@ class LossStats:
         if self.reference_tokens:
             found["kl_k1_nats"] = self.kl_k1 / self.reference_tokens
             found["kl_k3_nats"] = self.kl_k3 / self.reference_tokens
-        if self.teacher_tokens:
-            found["teacher_kl_nats"] = self.teacher_kl / self.teacher_tokens
-            found["mass_outside_teacher_k"] = self.outside_k / self.teacher_tokens
         return found
+
+    def _teacher(self) -> dict[str, float]:
+        return {
+            "teacher_kl_nats": self.teacher_kl / self.teacher_tokens,
+            "mass_outside_teacher_k": self.outside_k / self.teacher_tokens,
+        }
 
 
 def measured(sums: dict[str, Tensor], chosen: Tensor) -> LossStats:

@@ -22,7 +22,11 @@ QUESTION = "What is 12 + 30?"
 def validate_distill(config: RunConfig, student: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> None:
     """ValueError naming key and value for the first thing that cannot work."""
     distill = config.distill
-    require(distill.teacher is not None, "distill.teacher=null", "mcore-rl distill needs the Hugging Face folder of a teacher")
+    require(
+        bool(distill.teacher),
+        f"distill.teacher={distill.teacher or 'null'}",
+        "mcore-rl distill needs the Hugging Face folder of a teacher",
+    )
     sizes = [("top_k", distill.top_k), ("gate_prompts", distill.gate_prompts)]
     sizes += [("teacher_tensor_parallel", distill.teacher_tensor_parallel)]
     at_least(1, [(f"distill.{name}", value) for name, value in sizes])
@@ -36,6 +40,7 @@ def validate_distill(config: RunConfig, student: ModelSpec, tokenizer: PreTraine
     require(config.rollout.engine is EngineKind.vllm, "rollout.engine=trainer", "a teacher is a vLLM engine; so is its student's")
     require(config.algorithm.aggregation is not None, "algorithm.aggregation=null", "it says how tokens are averaged; choose one")
     for key, path in (("distill.teacher", distill.teacher), ("distill.full_teacher", distill.full_teacher)):
+        require(path != "", f"{key}=", "an empty path; leave it out or name a folder")
         if path is not None:
             _teacher(key, Path(path), config, student, tokenizer)
 

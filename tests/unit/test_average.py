@@ -97,3 +97,8 @@ def test_the_command(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(tmp_path / "mean")
     assert main(["average", *folders, "--target", str(tmp_path / "mean")]) == 2
     assert "already exists" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["average", *folders, "--target", str(tmp_path / "file" / "mean")]) == 2
+    assert "is a file, so there can be no folder below it" in capsys.readouterr().err
+    assert main(["average", *folders, "--target", ""]) == 2
+    assert "empty path" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import torch
 
 from mcore_rl.algorithms.divergence import TopList, list_kl
 from mcore_rl.contract import check_comparable, gate_a, gate_b, gate_c, verdict
-from mcore_rl.contract_engines import last_responses
+from mcore_rl.contract_engines import last_responses, run_contract
 from mcore_rl.evaluate import EvalResult
 
 
@@ -104,3 +104,11 @@ def test_runs_may_differ_in_the_engine_alone(tmp_path):
     assert last_responses(rollouts, 1) == [((3, 4), (5,))]
     with pytest.raises(ValueError, match="has 2 responses, 3 are asked for"):
         last_responses(rollouts, 3)
+    rollouts.write_text('{"prompt_token_ids": [1], "token_')
+    with pytest.raises(ValueError, match=r"rollouts.jsonl, line 1: not JSON"):
+        last_responses(rollouts, 1)
+
+
+def test_a_folder_that_is_no_run(tmp_path):
+    with pytest.raises(ValueError, match="is not the folder of a run"):
+        run_contract(tmp_path, tmp_path, tmp_path / "out.json", responses=1)

@@ -163,6 +163,7 @@ def test_numbers_that_cannot_work(teacher, override):
 
 def test_no_teacher():
     assert "distill.teacher=null" in refused()
+    assert "distill.teacher=null" in refused("distill.teacher=''")
     assert "distill.teacher=/nowhere: no such folder" in refused("distill.teacher=/nowhere")
 
 

@@ -102,6 +102,18 @@ def test_the_page_is_self_contained_and_says_the_numbers(run):
     assert "completed" in page
 
 
+def test_a_distillation_shows_its_teacher_and_no_clip(tmp_path):
+    folder = RunFolder(tmp_path / "distilled")
+    sink = JsonlSink(folder.root)
+    for step in range(2):
+        sink.log_step(step, {"teacher_kl_nats/update_0": 0.2 - 0.1 * step, "mass_outside_teacher_k/update_0": 1e-3})
+    sink.close()
+    write_summary(folder, build_summary(load_run(folder).rows, EvalSummary(), exit_reason="completed"))
+    page = write_report(folder).read_text()
+    assert {path.stem for path in folder.plots.iterdir()} == {"teacher"}
+    assert "Distillation" in page and "clip_frac" not in page
+
+
 def test_missing_series_are_named_and_the_rest_is_drawn(tmp_path):
     folder = RunFolder(tmp_path / "thin")
     sink = JsonlSink(folder.root)
