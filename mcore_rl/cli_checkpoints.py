@@ -1,4 +1,4 @@
-"""What `mcore-rl convert|verify|inspect|average|reshard` do. The work is in `models.convert_*`."""
+"""What `mcore-rl convert|verify|inspect|average|reshard|contract` do. Others do the work."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from mcore_rl.contract_engines import run_contract
 from models.checkpoint_reader import is_distributed_checkpoint
 from models.convert_average import AverageOptions, average
 from models.convert_export import ExportOptions, megatron_to_hf
@@ -142,10 +143,21 @@ def mean(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def contract(arguments: argparse.Namespace) -> int:
+    """Gates and figures, one a line; exit status 1 unless all pass."""
+    out = arguments.out or arguments.accelerated / "contract.json"
+    result = run_contract(arguments.target, arguments.accelerated, out, responses=arguments.responses)
+    for name, gate in result["gates"].items():
+        print(f"{name}: {gate['verdict']}  " + "  ".join(f"{key}={value:.4g}" for key, value in gate["figures"].items()))
+    print(f"{result['verdict']}: {out}")
+    return int(result["verdict"] != "pass")
+
+
 ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
     "convert": convert,
     "verify": verify,
     "inspect": inspect,
     "average": mean,
+    "contract": contract,
     "reshard": cut_anew,
 }

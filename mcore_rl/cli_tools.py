@@ -150,10 +150,8 @@ _PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "reshard": _reshard,
 }
 
-_ELSEWHERE = {"contract": "mcore_rl.cli_contract"}
-
 
 def run_tool(command: str, words: Sequence[str]) -> int:
     """Run one of TOOLS; the exit code. ValueError in one line for wrong options and damaged checkpoints."""
     arguments = _PARSERS[command]().parse_args(words)
-    return import_module(_ELSEWHERE.get(command, "mcore_rl.cli_checkpoints")).ACTIONS[command](arguments)
+    return import_module("mcore_rl.cli_checkpoints").ACTIONS[command](arguments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from mcore_rl.config.device import uses_cuda
 from mcore_rl.config.schema import EngineKind, Placement, RunConfig
 from mcore_rl.contract import check_comparable, gate_a, gate_b, gate_c, verdict
 from mcore_rl.evaluate import EvalResult
-from mcore_rl.rollout.engine_args import engine_arguments, engine_environment
-from mcore_rl.rollout.likeliest import Answer, likeliest
-from mcore_rl.rollout.vllm_owned import OwnedLink
+from mcore_rl.rollout.likeliest import Answer, likeliest, start_scorer
 from mcore_rl.run_folder import RunFolder, write_json
+from mcore_rl.telemetry.jsonl import read_rows
 from models.registry import read_spec
 
 FULL_VOCABULARY = 4096
@@ -55,18 +53,10 @@ def run_contract(target: Path, accelerated: Path, out: Path, *, responses: int, 
 
 def distributions(config: RunConfig, checkpoint: Path, answers: Sequence[Answer], log: Path) -> list[TopList]:
     """What the engine of `config` holds possible at every place of the answers: everything, or the best TOP_K."""
-    spec = read_spec(checkpoint)
-    count = spec.vocab_size if spec.vocab_size <= FULL_VOCABULARY else TOP_K
+    vocab = read_spec(checkpoint).vocab_size
+    count = vocab if vocab <= FULL_VOCABULARY else TOP_K
     device = "cuda" if uses_cuda(config.device) else "cpu"
-    # Scoring draws one token more, which nobody reads.
-    longest = replace(config.rollout, max_model_len=min(config.rollout.max_model_len + 1, spec.max_positions))
-    link = OwnedLink(
-        {**engine_arguments(longest, str(checkpoint), device=device), "max_logprobs": count},
-        engine_environment(config.rollout, device=device),
-        log_path=log,
-        start_timeout_s=config.rollout.start_timeout_s,
-        request_timeout_s=config.rollout.request_timeout_s,
-    )
+    link = start_scorer(config.rollout, checkpoint, count, device=device, log_path=log)
     try:
         return likeliest(link, answers, count)
     finally:
@@ -104,10 +94,4 @@ def _evaluation(folder: RunFolder) -> EvalResult:
 def _rows(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"contract: {path} does not exist; give the folder of a run that ended")
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"contract: {path}, line {number}: not JSON") from error
-    return rows
+    return read_rows(path)

@@ -10,8 +10,8 @@ from mcore_rl.distill_gate import teacher_gate
 from mcore_rl.facts import distill_facts
 from mcore_rl.finish import export
 from mcore_rl.held_out import look
-from mcore_rl.jobs import announce, opened
-from mcore_rl.policy import MegatronPolicy, PolicySettings
+from mcore_rl.jobs import announce, opened, sampled_policy
+from mcore_rl.policy import MegatronPolicy
 from mcore_rl.rollout.teacher import start_teacher
 from mcore_rl.stages import sync
 
@@ -40,14 +40,5 @@ def run_distill(config: RunConfig) -> None:
 
 
 def distill_policy(parts: Parts) -> MegatronPolicy:
-    """The student at version 0: divergence to the teacher, fresh optimizer."""
-    config = parts.config
-    settings = PolicySettings(
-        loss=distill_loss(config.distill.entropy_coef),
-        optimizer=config.optimizer,
-        total_steps=config.train.steps * config.train.updates_per_batch,
-        tokens_per_micro_batch=config.layout.tokens_per_micro_batch,
-        aux_loss_coef=config.router.aux_loss_coef,
-        temperature=config.rollout.temperature,
-    )
-    return MegatronPolicy(parts.trainer.chunks, parts.trainer.spec, parts.trainer.groups, settings)
+    """The student: its loss is the divergence from the teacher."""
+    return sampled_policy(parts, distill_loss(parts.config.distill.entropy_coef))

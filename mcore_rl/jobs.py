@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
-from mcore_rl.algorithms.losses import policy_loss, sft_loss
+from mcore_rl.algorithms.losses import LossFunction, policy_loss, sft_loss
 from mcore_rl.assemble import Parts, assembled, open_sinks
 from mcore_rl.config.schema import RunConfig
 from mcore_rl.data_probe import probe_pass_rates
@@ -170,10 +170,15 @@ def supervised_policy(parts: Parts) -> MegatronPolicy:
 
 
 def rl_policy(parts: Parts) -> MegatronPolicy:
-    """The RL policy at version 0: fresh optimizer over the chunks as they are."""
+    """The RL policy at version 0."""
+    return sampled_policy(parts, policy_loss(parts.config.algorithm))
+
+
+def sampled_policy(parts: Parts, loss: LossFunction) -> MegatronPolicy:
+    """A policy that learns from its own samples, at version 0: fresh optimizer over the chunks as they are."""
     config = parts.config
     settings = PolicySettings(
-        loss=policy_loss(config.algorithm),
+        loss=loss,
         optimizer=config.optimizer,
         total_steps=config.train.steps * config.train.updates_per_batch,
         tokens_per_micro_batch=config.layout.tokens_per_micro_batch,

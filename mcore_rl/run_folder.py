@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.schema import RunConfig
+from models.convert_staging import file_in_the_way
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def fresh_folder(config: RunConfig) -> tuple[RunFolder, Path | None]:
     Returns the folder and where the earlier run went (None if there was none). ValueError where a file stands in the way.
     """
     folder = run_folder(config)
-    file = next((p for p in (folder.root, *folder.root.absolute().parents) if p.exists() and not p.is_dir()), None)
+    file = file_in_the_way(folder.root)
     if file is not None:
         raise ValueError(f"out_dir={config.out_dir}: {file} is a file; a folder is needed for {folder.root}")
     moved: Path | None = None

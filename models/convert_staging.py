@@ -46,11 +46,10 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
         raise ValueError(f"{folder}: {needed_bytes / 1e9:.2f} GB are needed, but {there} has {free / 1e9:.2f} GB free")
 
 
-def check_parent(target: Path) -> None:
-    """ValueError when something that is no folder stands where a folder above `target` would be."""
-    file = next((parent for parent in target.absolute().parents if parent.exists() and not parent.is_dir()), None)
-    if file is not None:
-        raise ValueError(f"{target}: {file} is a file, so there can be no folder below it")
+def file_in_the_way(folder: Path) -> Path | None:
+    """What stands where `folder` or a folder above it would be and is none."""
+    path = folder.absolute()
+    return next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), None)
 
 
 class Staging:
@@ -64,7 +63,9 @@ class Staging:
         """Take over what an interrupted build left. ValueError when the target exists or somebody else is building it."""
         if target.exists():
             raise ValueError(f"{target} already exists; a checkpoint is never written over another one")
-        check_parent(target)
+        file = file_in_the_way(target.parent)
+        if file is not None:
+            raise ValueError(f"{target}: {file} is a file, so there can be no folder below it")
         self.target, self.fsync = target, fsync
         self.folder = target.with_name(f".{target.name}.incomplete")
         self.folder.mkdir(parents=True, exist_ok=True)

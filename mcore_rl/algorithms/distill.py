@@ -11,23 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mcore_rl.algorithms.divergence import kl_of_rest, rest_of
 from mcore_rl.algorithms.loss_stats import measured
 from mcore_rl.algorithms.losses import LossFunction, LossInputs, TokenLoss
-
-SMALLEST_TAIL = 1e-6
-"""Floor of both buckets: a sum of fp32 probabilities is known no better, and log 0 has no value."""
-
-
-def tail_mass(logprobs: Tensor) -> Tensor:
-    """[T, K] -> [T]: the probability outside the K listed tokens, at least SMALLEST_TAIL; no gradient at the floor."""
-    return (1.0 - logprobs.exp().sum(-1)).clamp_min(SMALLEST_TAIL)
 
 
 def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
     """KL(student || teacher) in nats, [T], from log-probs [T, K] of the same K tokens; the gradient is the student's."""
     listed = (student.exp() * (student - teacher)).sum(-1)
-    mine, its = tail_mass(student), tail_mass(teacher)
-    return listed + mine * (mine.log() - its.log())
+    return listed + kl_of_rest(student.exp().sum(-1), teacher.exp().sum(-1))
 
 
 def distill_loss(entropy_coef: float = 0.0) -> LossFunction:
@@ -49,7 +41,7 @@ def distill_loss(entropy_coef: float = 0.0) -> LossFunction:
             "tokens": inputs.mask.sum(),
             "teacher_tokens": inputs.mask.sum(),
             "teacher_kl": divergence.detach().double().sum(),
-            "outside_k": tail_mass(student.detach()).double().sum(),
+            "outside_k": rest_of(student.detach().exp().sum(-1)).double().sum(),
         }
         return TokenLoss(values, measured(sums, divergence.new_empty(0)))
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.distill import SMALLEST_TAIL
+SMALLEST_REST = 1e-6
+"""Floor of what is left for all other tokens: a sum of fp32 probabilities is known no better, and log 0 has no value."""
 
 
 class TopList(NamedTuple):
@@ -39,5 +40,15 @@ def list_kl(p: TopList, q: TopList) -> ListKl:
     mine = p.logprobs.double()
     listed = torch.where(shared, mine.exp() * (mine - theirs), 0.0).sum(1)
     mass, their_mass = (torch.where(shared, logprobs.exp(), 0.0).sum(1) for logprobs in (mine, theirs))
-    rest, their_rest = ((1.0 - total).clamp_min(SMALLEST_TAIL) for total in (mass, their_mass))
-    return ListKl(listed + rest * (rest.log() - their_rest.log()), mass)
+    return ListKl(listed + kl_of_rest(mass, their_mass), mass)
+
+
+def rest_of(mass: Tensor) -> Tensor:
+    """What tokens of this total probability leave for all others, at least SMALLEST_REST; no gradient at the floor."""
+    return (1.0 - mass).clamp_min(SMALLEST_REST)
+
+
+def kl_of_rest(mass: Tensor, other_mass: Tensor) -> Tensor:
+    """The share that all unlisted tokens, as one event, have in KL(p || q), nats. mass, other_mass: what p and q list."""
+    rest = rest_of(mass)
+    return rest * (rest.log() - rest_of(other_mass).log())

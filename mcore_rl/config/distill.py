@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
-
-class TeacherDType(str, Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
+from mcore_rl.config.dtype import DType
 
 
 @dataclass
@@ -26,7 +22,7 @@ class DistillConfig:
     """
 
     teacher: str | None = None
-    teacher_dtype: TeacherDType = TeacherDType.float32
+    teacher_dtype: DType = DType.float32
     teacher_tensor_parallel: int = 1
     teacher_gpus: str | None = None
     top_k: int = 32

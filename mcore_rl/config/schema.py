@@ -12,11 +12,12 @@ from typing import Any
 
 from mcore_rl.config.algorithm import Aggregation, AlgorithmConfig, Baseline, RatioLevel
 from mcore_rl.config.distill import DistillConfig
+from mcore_rl.config.dtype import DType
 from mcore_rl.config.reward import DataGateConfig, RewardConfig
 from mcore_rl.config.router import ReplaySource, RouterConfig, RouterMode
 
-# The algorithm's and the router's fields have files of their own.
-__all__ = ["Aggregation", "AlgorithmConfig", "Baseline", "RatioLevel", "ReplaySource", "RouterConfig", "RouterMode"]
+# The algorithm's and the router's fields have files of their own, and so has what several sections share.
+__all__ = ["Aggregation", "AlgorithmConfig", "Baseline", "DType", "RatioLevel", "ReplaySource", "RouterConfig", "RouterMode"]
 
 
 class Device(str, Enum):
@@ -31,11 +32,6 @@ class Impl(str, Enum):
     auto = "auto"
     te = "te"
     local = "local"
-
-
-class DType(str, Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 @dataclass

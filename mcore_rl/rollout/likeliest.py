@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from mcore_rl.algorithms.divergence import TopList
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import EngineRefused
+from mcore_rl.rollout.engine_args import engine_arguments, engine_environment
+from mcore_rl.rollout.route_reader import read_array
 from mcore_rl.rollout.sampling import top_sampling
 from mcore_rl.rollout.vllm_owned import OwnedLink
+from models.registry import read_spec
 
 Answer = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and the ids of what was answered."""
+
+
+def start_scorer(
+    rollout: RolloutConfig, model: Path, count: int, *, device: str, log_path: Path, gpus: str | None = None
+) -> OwnedLink:
+    """An engine for `likeliest`, with `model` in it as it is; returns while it starts. device: cpu or cuda.
+
+    gpus: as CUDA_VISIBLE_DEVICES has them; None leaves that to the environment.
+    """
+    # Scoring draws one token more, which nobody reads.
+    longest = min(rollout.max_model_len + 1, read_spec(model).max_positions)
+    config = replace(rollout, max_model_len=longest, sleep_level=0)
+    arguments = engine_arguments(config, str(model), device=device)
+    del arguments["worker_extension_cls"], arguments["weight_transfer_config"]  # nobody changes its weights
+    chosen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+    return OwnedLink(
+        {**arguments, "max_logprobs": count},
+        {**engine_environment(config, device=device), **chosen},
+        log_path=log_path,
+        start_timeout_s=config.start_timeout_s,
+        request_timeout_s=config.request_timeout_s,
+    )
 
 
 def likeliest(link: OwnedLink, answers: Sequence[Answer], count: int) -> list[TopList]:
@@ -37,5 +63,5 @@ def likeliest(link: OwnedLink, answers: Sequence[Answer], count: int) -> list[To
 
 
 def _list(row: dict[str, Any]) -> TopList:
-    ids, logprobs = (np.load(io.BytesIO(base64.b64decode(row[name])), allow_pickle=False) for name in ("ids", "logprobs"))
+    ids, logprobs = (read_array(row[name]) for name in ("ids", "logprobs"))
     return TopList(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(logprobs))

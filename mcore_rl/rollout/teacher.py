@@ -8,10 +8,9 @@ from pathlib import Path
 
 from mcore_rl.algorithms.divergence import TopList
 from mcore_rl.config.device import uses_cuda
-from mcore_rl.config.schema import DType, RunConfig
+from mcore_rl.config.schema import RunConfig
 from mcore_rl.errors import EngineRefused
-from mcore_rl.rollout.engine_args import engine_arguments, engine_environment
-from mcore_rl.rollout.likeliest import likeliest
+from mcore_rl.rollout.likeliest import likeliest, start_scorer
 from mcore_rl.rollout.sampling import completion_of, generation_requests
 from mcore_rl.rollout.vllm_owned import OwnedLink
 from mcore_rl.types import Completion, Prompt, SamplingParams
@@ -62,25 +61,11 @@ class Teacher:
 def start_teacher(config: RunConfig, model: str, log_path: Path, *, vocab_size: int) -> Teacher:
     """An engine with `model` in it, as `config.distill` says; returns while it is still starting. vocab_size: the student's."""
     distill, device = config.distill, "cuda" if uses_cuda(config.device) else "cpu"
-    longest = config.rollout.max_model_len
     rollout = replace(
         config.rollout,
-        dtype=DType(distill.teacher_dtype.value),
+        dtype=distill.teacher_dtype,
         tensor_parallel=distill.teacher_tensor_parallel,
         expert_parallel=False,
-        max_model_len=longest + 1,  # judging draws one token, which nobody reads
-        sleep_level=0,
     )
-    arguments = engine_arguments(rollout, model, device=device)
-    del arguments["worker_extension_cls"], arguments["weight_transfer_config"]
-    environment = engine_environment(rollout, device=device)
-    if distill.teacher_gpus is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = distill.teacher_gpus
-    link = OwnedLink(
-        {**arguments, "max_logprobs": distill.top_k},
-        environment,
-        log_path=log_path,
-        start_timeout_s=rollout.start_timeout_s,
-        request_timeout_s=rollout.request_timeout_s,
-    )
-    return Teacher(link, max_model_len=longest, top_k=distill.top_k, vocab_size=vocab_size)
+    link = start_scorer(rollout, Path(model), distill.top_k, device=device, log_path=log_path, gpus=distill.teacher_gpus)
+    return Teacher(link, max_model_len=rollout.max_model_len, top_k=distill.top_k, vocab_size=vocab_size)

@@ -104,7 +104,7 @@ def test_runs_may_differ_in_the_engine_alone(tmp_path):
     assert last_responses(rollouts, 1) == [((3, 4), (5,))]
     with pytest.raises(ValueError, match="has 2 responses, 3 are asked for"):
         last_responses(rollouts, 3)
-    rollouts.write_text('{"prompt_token_ids": [1], "token_')
+    rollouts.write_text('{"prompt_token_ids": [1], "token_\n')
     with pytest.raises(ValueError, match=r"rollouts.jsonl, line 1: not JSON"):
         last_responses(rollouts, 1)
 
