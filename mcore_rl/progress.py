@@ -19,6 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColu
 from rich.progress import Progress as Bar
 
 PROGRESS_FD = "MCORE_RL_PROGRESS_FD"
+TEACHER_KL = "teacher_kl_nats/"
+"""A distillation's divergence, one number per update."""
 _COLUMNS = (
     SpinnerColumn(),
     TextColumn("{task.description}"),
@@ -44,6 +46,9 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, float | list[fl
     mean, peak = metrics.get("delta_mean_abs_nats"), metrics.get("delta_max_abs_nats")
     if isinstance(mean, float) and isinstance(peak, float):
         parts.append(f"|delta| {mean:.1e} nats (max {peak:.1e})")
+    divergences = [value for name, value in metrics.items() if name.startswith(TEACHER_KL) and isinstance(value, float)]
+    if divergences:
+        parts.append(f"KL to teacher {' '.join(f'{value:.4f}' for value in divergences)} nats")
     seconds = stage_seconds(metrics)
     if seconds:
         parts.append(" ".join(f"{name} {value:.1f}s" for name, value in seconds.items()) + f" = {sum(seconds.values()):.1f}s")

@@ -35,10 +35,12 @@ def average(sources: Sequence[Path], target: Path, options: AverageOptions | Non
     """Write the mean of the Hugging Face folders `sources`; configuration, tokenizer and file layout are the first one's.
 
     ValueError naming folder and tensor when a source is another model, differs in a tensor's dtype or shape, holds NaN or has
-    an integer tensor that is not the same in all; or when the weights are not one positive number for each source.
+    an integer tensor that is not the same in all; when only one has a tokenizer or theirs differ; when a folder is given
+    twice; when the weights are not one positive number for each source.
     """
     options = options or AverageOptions()
     weights = _weights(sources, options.weights)
+    _check_distinct(sources)
     readers = [CheckpointReader(folder) for folder in sources]
     for reader in readers[1:]:
         _check_same_model(readers[0], reader)
@@ -76,10 +78,22 @@ def _weights(sources: Sequence[Path], given: Sequence[float] | None) -> tuple[fl
     return weights
 
 
+def _check_distinct(sources: Sequence[Path]) -> None:
+    """A folder given twice would count twice; --weights says that openly."""
+    seen: set[Path] = set()
+    for source in sources:
+        if source.resolve() in seen:
+            raise ValueError(f"average: {source} is given twice; give it once, with a weight of its own")
+        seen.add(source.resolve())
+
+
 def _check_same_model(first: CheckpointReader, other: CheckpointReader) -> None:
     """The same tokenizer, tensors, architecture and settings."""
     tokenizers = [folder / TOKENIZER for folder in (first.folder, other.folder)]
-    if all(path.is_file() for path in tokenizers) and tokenizers[0].read_bytes() != tokenizers[1].read_bytes():
+    there = [path.is_file() for path in tokenizers]
+    if any(there) and not all(there):
+        raise ValueError(f"{tokenizers[there.index(False)]}: no such file, and {tokenizers[there.index(True)]} exists")
+    if all(there) and tokenizers[0].read_bytes() != tokenizers[1].read_bytes():
         raise ValueError(f"{tokenizers[1]} is not the tokenizer of {first.folder}: their ids mean different texts")
     check_names(other.stored_names(), first.stored_names(), other.folder)
     for name in sorted(first.stored_names()):

@@ -1,16 +1,17 @@
 """Log-probs of given tokens and entropy from hidden states, under a vocabulary split over tensor-parallel ranks.
 
-The output layer is applied to a chunk of tokens at a time, in forward and again in backward, so [T, V] logits never exist.
-Softmax is fp32 and exact: padded vocabulary rows take no part, and each shard gets its whole gradient whether or not it
-holds the target. Values and gradients do not depend on the chunk.
+The output layer is applied to one tile of tokens x vocabulary at a time, in forward and again in backward, so [T, V] logits
+never exist. Softmax is fp32 and exact: sums are carried from tile to tile under a running maximum, padded vocabulary rows
+take no part, and each shard gets its whole gradient whether or not it holds the target. Values and gradients do not depend
+on the tile.
 
-T tokens, c tokens of a chunk, M targets of a token, V full vocabulary, W rows of this rank's shard (V padded, over tp),
-H hidden size.
-`tp_group` None or of size 1 means the shard is the whole vocabulary.
+T tokens, M targets of a token, V full vocabulary, W rows of this rank's shard (V padded, over tp), H hidden size; c tokens
+and r rows of a tile. `tp_group` None or of size 1 means the shard is the whole vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-DEFAULT_CHUNK_TOKENS = 256
+TILE_TOKENS, TILE_ROWS = 4096, 8192
+"""One fp32 tile of 128 MiB: many tokens, because a matrix product of few is slow."""
+PIECE_ELEMENTS = 2**19
+"""What the element-wise steps take of a tile at once on a CPU: 2 MiB stay in its cache."""
 NO_MAXIMUM = torch.finfo(torch.float32).min / 4
 """Stands for the maximum of a shard without a valid row: finite, so that 0 x (it - max) stays 0."""
 
@@ -46,7 +50,8 @@ class Readout:
     vocab_size: int
     tp_group: dist.ProcessGroup | None = None
     temperature: float = 1.0
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    tile_tokens: int = TILE_TOKENS
+    tile_rows: int = TILE_ROWS
 
     def __post_init__(self) -> None:
         """Refuse a temperature that is not positive (ValueError)."""
@@ -61,10 +66,16 @@ class Readout:
         start = rank * rows
         return VocabShard(start, min(max(self.vocab_size - start, 0), rows), self.tp_group)
 
-    def cuts(self, tokens: int) -> list[slice]:
-        """Consecutive runs of at most `chunk_tokens` tokens."""
-        step = self.chunk_tokens
-        return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
+    def tiles(self, tokens: int, rows: int) -> Iterator[tuple[slice, slice]]:
+        """(tokens, rows) of every tile of [tokens, rows] scores."""
+        for cut in cuts(tokens, self.tile_tokens):
+            for band in cuts(rows, self.tile_rows):
+                yield cut, band
+
+
+def cuts(length: int, step: int) -> list[slice]:
+    """Consecutive runs of at most `step`."""
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def linear_logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, readout: Readout) -> tuple[Tensor, Tensor]:
@@ -95,18 +106,19 @@ class _Sums:
         values[0] = NO_MAXIMUM
         return cls(values)
 
-    def fill(self, cut: slice, scores: Tensor, local: Tensor) -> None:
-        """Enter one chunk: scores [c, valid], overwritten; local target columns [c, M] (out of range: not held)."""
-        if scores.shape[1] == 0:
-            return
-        top = scores.amax(dim=1)
+    def add(self, place: slice, scores: Tensor, local: Tensor) -> None:
+        """Enter scores [c, r] of tokens `place`, overwritten; local target columns [c, M] (out of range: not held)."""
+        top, total, weighted = self.values[:3, place]
+        highest = torch.maximum(top, scores.amax(dim=1))
+        gap = top - highest
+        scale = gap.exp()
         held, column = _held(local, scores.shape[1])
-        self.values[0, cut] = top
-        self.values[3:, cut] = torch.where(held, scores.gather(1, column), 0.0).T
-        shifted = scores.sub_(top[:, None])
+        self.values[3:, place] += torch.where(held, scores.gather(1, column), 0.0).T
+        shifted = scores.sub_(highest[:, None])
         weights = shifted.exp()
-        self.values[1, cut] = weights.sum(dim=1)
-        self.values[2, cut] = shifted.mul_(weights).sum(dim=1)
+        self.values[2, place] = scale * (weighted + gap * total) + shifted.mul_(weights).sum(dim=1)
+        self.values[1, place] = scale * total + weights.sum(dim=1)
+        self.values[0, place] = highest
 
     def finish(self, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs [T, M], entropy and log-sum-exp over the whole vocabulary."""
@@ -114,6 +126,11 @@ class _Sums:
         log_total = total.log()
         lse = top + log_total
         return torch.stack(targets, 1) - lse[:, None], log_total - weighted / total, lse
+
+
+def _pieces(scores: Tensor) -> list[slice]:
+    tokens, rows = scores.shape
+    return cuts(tokens, tokens if scores.is_cuda else max(1, PIECE_ELEMENTS // rows))
 
 
 def _held(local: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -135,34 +152,43 @@ def _over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @dataclass(frozen=True)
 class _Upstream:
-    """Per token of a chunk: log-sum-exp [c], entropy [c], local target columns [c, M], gradient of log-probs [c, M] and of
-    entropy (or None)."""
+    """Per token: log-sum-exp [T], entropy [T], gradient of log-probs [T, M] and of entropy (or None)."""
 
     lse: Tensor
     entropy: Tensor
-    local: Tensor
-    logprob_grad: Tensor
-    entropy_grad: Tensor | None
+    to_logprobs: Tensor
+    to_entropy: Tensor | None
 
-    def to_scores(self, scores: Tensor) -> Tensor:
-        """Gradient of scores [c, valid], which are overwritten: sum over targets of g (onehot - p), - h p (log p + H)."""
-        log_p, spread = scores.sub_(self.lse[:, None]), self.logprob_grad.sum(1, keepdim=True)
-        if self.entropy_grad is None:
-            out = log_p.exp_().mul_(-spread)
+    def to_scores(self, place: slice, scores: Tensor, local: Tensor) -> None:
+        """Turn scores [c, r] of tokens `place` into their gradient: sum over targets of g (onehot - p), - h p (log p + H)."""
+        given = self.to_logprobs[place]
+        log_p, spread = scores.sub_(self.lse[place, None]), given.sum(1, keepdim=True)
+        if self.to_entropy is None:
+            log_p.exp_().mul_(-spread)
         else:
             p = log_p.exp()
-            factor = log_p.add_(self.entropy[:, None]).mul_(self.entropy_grad[:, None]).add_(spread)
-            out = p.mul_(factor).neg_()
-        if out.shape[1]:
-            held, column = _held(self.local, out.shape[1])
-            out.scatter_add_(1, column, torch.where(held, self.logprob_grad, 0.0))
-        return out
+            log_p.add_(self.entropy[place, None]).mul_(self.to_entropy[place, None]).add_(spread).mul_(p).neg_()
+        held, column = _held(local, scores.shape[1])
+        scores.scatter_add_(1, column, torch.where(held, given, 0.0))
 
 
-def _scores(hidden: Tensor, rows: Tensor, temperature: float) -> Tensor:
-    """fp32 [c, valid], a tensor of our own."""
-    scores = (hidden @ rows.T).float()
-    return scores if temperature == 1.0 else scores.div_(temperature)
+class _Tile:
+    """Memory of one tile of scores, written again for every tile."""
+
+    def __init__(self, hidden: Tensor, rows: Tensor, readout: Readout) -> None:
+        tokens, words = min(readout.tile_tokens, len(hidden)), min(readout.tile_rows, len(rows))
+        self._memory = torch.empty(tokens * words, dtype=torch.float32, device=hidden.device)
+        self._temperature = readout.temperature
+
+    def scores(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Scores [c, r] in fp32, from factors of any dtype."""
+        shape = len(hidden), len(rows)
+        out = self._memory[: shape[0] * shape[1]].view(shape)
+        if hidden.dtype is torch.float32:
+            torch.mm(hidden, rows.T, out=out)
+        else:
+            out.copy_(hidden @ rows.T)
+        return out if self._temperature == 1.0 else out.div_(self._temperature)
 
 
 class _Readout(Function):
@@ -172,8 +198,11 @@ class _Readout(Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, readout: Readout) -> tuple[Tensor, Tensor]:
         shard, sums = readout.shard(weight.shape[0]), _Sums.empty(targets)
         rows = weight[: shard.valid]
-        for cut in readout.cuts(len(targets)):
-            sums.fill(cut, _scores(hidden[cut], rows, readout.temperature), targets[cut] - shard.start)
+        tile = _Tile(hidden, rows, readout)
+        for cut, band in readout.tiles(len(targets), len(rows)):
+            scores, local = tile.scores(hidden[cut], rows[band]), targets[cut] - shard.start - band.start
+            for piece in _pieces(scores):
+                sums.add(slice(cut.start + piece.start, cut.start + piece.stop), scores[piece], local[piece])
         logprobs, entropy, lse = sums.finish(shard)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.readout, ctx.shard = readout, shard
@@ -185,32 +214,30 @@ class _Readout(Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         readout, shard = ctx.readout, ctx.shard
-        to_logprob, to_entropy = (None if grad is None else grad.float() / readout.temperature for grad in grad_outputs)
-        if to_logprob is None:
-            to_logprob = torch.zeros(targets.shape, dtype=lse.dtype, device=lse.device)
+        to_logprobs, to_entropy = (None if grad is None else grad.float() / readout.temperature for grad in grad_outputs)
+        if to_logprobs is None:
+            to_logprobs = torch.zeros(targets.shape, dtype=lse.dtype, device=lse.device)
         if to_entropy is not None and not to_entropy.any():
             to_entropy = None
-        rows, to_hidden = weight[: shard.valid], torch.zeros_like(hidden)
+        upstream, rows = _Upstream(lse, entropy, to_logprobs, to_entropy), weight[: shard.valid]
+        to_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         to_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for cut in readout.cuts(len(targets)):
-            upstream = _Upstream(
-                lse[cut],
-                entropy[cut],
-                targets[cut] - shard.start,
-                to_logprob[cut],
-                None if to_entropy is None else to_entropy[cut],
-            )
-            grad = upstream.to_scores(_scores(hidden[cut], rows, readout.temperature)).to(hidden.dtype)
-            to_hidden[cut] = grad @ rows
-            _add_outer(to_weight[: shard.valid], grad, hidden[cut])
+        tile = _Tile(hidden, rows, readout)
+        for cut, band in readout.tiles(len(targets), len(rows)):
+            scores, local = tile.scores(hidden[cut], rows[band]), targets[cut] - shard.start - band.start
+            for piece in _pieces(scores):
+                upstream.to_scores(slice(cut.start + piece.start, cut.start + piece.stop), scores[piece], local[piece])
+            grad = scores.to(hidden.dtype)
+            _add_product(to_hidden[cut], grad, rows[band])
+            _add_product(to_weight[band], grad.T, hidden[cut])
         if shard.split:
             dist.all_reduce(to_hidden, group=shard.group)
-        return to_hidden, to_weight.to(weight.dtype), None, None
+        return to_hidden.to(hidden.dtype), to_weight.to(weight.dtype), None, None
 
 
-def _add_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """total [valid, H] += grad^T hidden, added up in fp32 whatever the dtype of the factors."""
-    if hidden.dtype is torch.float32:
-        total.addmm_(grad.T, hidden)
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left right, added up in fp32 whatever the dtype of the factors."""
+    if left.dtype is torch.float32:
+        total.addmm_(left, right)
     else:
-        total.add_(grad.T @ hidden)
+        total.add_(left @ right)

@@ -33,7 +33,8 @@ def read_file(path: str | Path, *, skip_bad: bool) -> FileRows:
     """
     file = Path(path)
     if not file.is_file():
-        raise ValueError(f"task file {file}: no such file")
+        found = "is not a file" if file.exists() else "no such file"
+        raise ValueError(f"task file {file}: {found}; a .jsonl, .json or .parquet file is needed")
     readers = {".jsonl": _jsonl_rows, ".json": _jsonl_rows, ".parquet": _parquet_rows}
     if file.suffix not in readers:
         raise ValueError(f"task file {file}: suffix '{file.suffix}' is unknown; one of {sorted(readers)}")

@@ -107,7 +107,10 @@ def with_held_out(
 
 def _read(path: str, key: str, *, skip: bool) -> tuple[Unique, int]:
     """Unique problems of a file, and how many of its rows were unusable."""
-    rows = read_file(path, skip_bad=skip)
+    try:
+        rows = read_file(path, skip_bad=skip)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
     return unique(rows.problems, key, skip_conflicts=skip), len(rows.bad_rows)
 
 

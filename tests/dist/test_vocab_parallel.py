@@ -22,7 +22,7 @@ def on_rank(groups, device, vocab, padded):
     hidden, weight, targets, g, h = problem(vocab, padded)
     local = weight[groups.at.tp * padded // 2 : (groups.at.tp + 1) * padded // 2].clone().requires_grad_()
     hidden.requires_grad_()
-    readout = Readout(vocab, tp_group=groups.tp, temperature=0.8, chunk_tokens=5)
+    readout = Readout(vocab, tp_group=groups.tp, temperature=0.8, tile_tokens=5, tile_rows=3)
     logprob, entropy = linear_logprob_entropy(hidden, local, targets, readout)
     to_hidden, to_weight = torch.autograd.grad(logprob @ g + entropy @ h, [hidden, local])
     return logprob.detach(), entropy.detach(), to_weight, to_hidden

@@ -1,6 +1,7 @@
 """The mean of checkpoints against float64, equal ones as they are, and everything that is no mean of one model."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def test_the_mean(tmp_path, dtype, weights):
 def test_equal_checkpoints_stay_as_they_are_and_sources_are_not_touched(tmp_path):
     folder = checkpoint(tmp_path / "one", 1, torch.float32)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    average([folder, folder, folder], tmp_path / "mean", AverageOptions((0.3, 0.1, 7.0), fsync=False))
+    copies = [shutil.copytree(folder, tmp_path / name) for name in ("two", "three")]
+    average([folder, *copies], tmp_path / "mean", AverageOptions((0.3, 0.1, 7.0), fsync=False))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert {path.name: path.read_bytes() for path in (tmp_path / "mean").iterdir()} == before
 
@@ -72,6 +74,7 @@ def test_what_is_refused(tmp_path):
     assert "at least 2" in refused(one)
     assert "3 weights for 2 checkpoints" in refused(one, two, weights=(1.0, 1.0, 1.0))
     assert "weight -1.0 is not a positive number" in refused(one, two, weights=(1.0, -1.0))
+    assert "one is given twice" in refused(one, two, tmp_path / "two" / ".." / "one")
     nan = checkpoint(tmp_path / "nan", 3)
     change(nan, NORM, lambda tensor: torch.full_like(tensor, float("nan")))
     assert f"{NORM} holds NaN" in refused(one, nan)
@@ -88,6 +91,9 @@ def test_another_tokenizer_is_refused(tmp_path):
     (one / "tokenizer.json").write_text("{}")
     (two / "tokenizer.json").write_text('{"other": 1}')
     with pytest.raises(ValueError, match="is not the tokenizer of"):
+        average([one, two], tmp_path / "mean")
+    (two / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"two/tokenizer\.json: no such file, and"):
         average([one, two], tmp_path / "mean")
 
 

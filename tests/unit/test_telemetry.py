@@ -138,6 +138,8 @@ def test_a_step_on_one_line():
     )
     assert step_line(0, 5, {}) == "step 1/5  reward -  accuracy -"
     assert "reward -" in step_line(0, 5, {"reward_mean": math.nan})
+    taught = step_line(0, 5, {"teacher_kl_nats/0": 0.12345, "teacher_kl_nats/1": 0.1})
+    assert taught == "step 1/5  reward -  accuracy -  KL to teacher 0.1235 0.1000 nats"
 
 
 def test_a_log_gets_plain_lines_and_the_places_last():

@@ -34,10 +34,17 @@ def both(readout):
     return results
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 23, 512])
+TILES = [(1, 61), (7, 10), (23, 1), (512, 512)]  # tokens, vocabulary rows
+
+
+def cut_in(tile, vocab=VOCAB, temperature=1.0):
+    return Readout(vocab, temperature=temperature, tile_tokens=tile[0], tile_rows=tile[1])
+
+
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_values_and_gradients(chunk, temperature):
-    ours, theirs = both(Readout(VOCAB, temperature=temperature, chunk_tokens=chunk))
+def test_values_and_gradients(tile, temperature):
+    ours, theirs = both(cut_in(tile, temperature=temperature))
     assert ours[0].dtype is ours[1].dtype is torch.float32
     for got, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-5)
@@ -55,10 +62,10 @@ def test_one_output_alone():
             torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-5)
 
 
-def test_nothing_depends_on_the_chunk():
+def test_nothing_depends_on_the_tile():
     whole, _ = both(Readout(VOCAB))
-    for chunk in (1, 3, 8):
-        cut, _ = both(Readout(VOCAB, chunk_tokens=chunk))
+    for tile in ((1, 1), (3, 60), (8, 7)):
+        cut, _ = both(cut_in(tile))
         for one, other in zip(whole, cut, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
 
@@ -113,14 +120,14 @@ def test_no_tokens():
 
 
 def test_bf16_gradient_is_added_up_in_fp32():
-    """Chunks of one token: adding 512 bf16 outer products up in bf16 would lose most of a small one to rounding."""
+    """Tiles of one token: adding 512 bf16 outer products up in bf16 would lose most of a small one to rounding."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(512, 8).bfloat16(), torch.randn(16, 8).bfloat16()
     targets = torch.randint(0, 16, (512,))
     found = []
     for chunk in (1, 512):
         leaf = weight.clone().requires_grad_()
-        logprob, _ = linear_logprob_entropy(hidden, leaf, targets, Readout(16, chunk_tokens=chunk))
+        logprob, _ = linear_logprob_entropy(hidden, leaf, targets, cut_in((chunk, 16), vocab=16))
         found.append(torch.autograd.grad(logprob.sum(), leaf)[0].float())
     assert (found[0] - found[1]).norm() <= 1e-2 * found[1].norm()
 
@@ -144,14 +151,14 @@ class LargestLive(TorchDispatchMode):
         return out
 
 
-def test_peak_memory_is_a_few_chunks():
-    tokens, vocab, chunk = 512, 5_000, 64
+def test_peak_memory_is_a_tile_or_two():
+    tokens, vocab, tile = 512, 5_000, (128, 1_000)
     hidden, weight = torch.randn(tokens, 8).requires_grad_(), torch.randn(vocab, 8).requires_grad_()
     targets = torch.randint(0, vocab, (tokens,))
-    with LargestLive(chunk * vocab // 2) as seen:
-        logprob, entropy = linear_logprob_entropy(hidden, weight, targets, Readout(vocab, chunk_tokens=chunk))
+    with LargestLive(tile[0] * tile[1] // 2) as seen:
+        logprob, entropy = linear_logprob_entropy(hidden, weight, targets, cut_in(tile, vocab=vocab))
         torch.autograd.grad(logprob.sum() + entropy.sum(), [hidden, weight])
-    assert 0 < seen.peak <= 3 * 4 * chunk * vocab < 4 * tokens * vocab
+    assert 0 < seen.peak <= 2 * 4 * tile[0] * tile[1] < 4 * tokens * vocab
 
 
 def test_refusals():
@@ -161,14 +168,14 @@ def test_refusals():
         Readout(4, temperature=0.0)
 
 
-@pytest.mark.parametrize("chunk", [5, 512])
-def test_several_targets_of_a_token(chunk):
+@pytest.mark.parametrize("tile", [(5, 9), (512, 512)])
+def test_several_targets_of_a_token(tile):
     """The same token may be asked for twice; every target carries a gradient of its own."""
     hidden, weight, targets, _, h = problem()
     many = torch.stack([targets, (targets + 7) % VOCAB, targets, torch.full_like(targets, VOCAB - 1)], 1)
     g = torch.randn(TOKENS, 4, generator=torch.Generator().manual_seed(3))
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    logprobs, entropy = linear_logprobs_entropy(*leaves, many, Readout(VOCAB, chunk_tokens=chunk))
+    logprobs, entropy = linear_logprobs_entropy(*leaves, many, cut_in(tile))
     ours = torch.autograd.grad((logprobs * g).sum() + entropy @ h, leaves)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     table = (exact[0] @ exact[1].T)[:, :VOCAB].log_softmax(-1)
