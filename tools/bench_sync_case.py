@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +27,11 @@ from mcore_rl.policy_weights import PolicyWeights
 from mcore_rl.rollout.engine_args import engine_arguments, engine_environment
 from mcore_rl.rollout.vllm_engine import VllmEngine
 from mcore_rl.rollout.vllm_owned import OwnedLink
+from mcore_rl.sync import stream
 from mcore_rl.sync.buckets import plan_buckets
 from mcore_rl.sync.digest import wire_digest
+from mcore_rl.sync.endpoint import SyncEndpoint
+from mcore_rl.sync.proof import ProbeResult
 from mcore_rl.sync.session import WeightSync
 from mcore_rl.sync.shm import Segment
 from models.build import BuildOptions, build_model, forward_packed
@@ -42,9 +45,10 @@ from parallel.packing import pack_micro_batch
 from parallel.runtime import start_runtime
 
 MARK = "BENCH "
-PROBE = [[(row * 977 + place * 131) % VOCAB for place in range(16)] for row in range(4)]
-BUCKET_BYTES = 256 * 1024**2  # three layers
-EVERY = {"sync": 10**9, "sync_sampled": SyncConfig().readback_every}  # of the read-back: one tensor, a tenth of them
+PROBE = [[(row * 977 + place * 131) % VOCAB for place in range(2)] for row in range(2)]
+BUCKET_BYTES = 512 * 1024**2
+NEVER = 10**9  # one tensor is read back
+KINDS = {"unproved": NEVER, "sync": NEVER, "sync_sampled": SyncConfig().readback_every}
 EXTENSION = "bench_sync_worker.BenchExtension"
 
 
@@ -90,6 +94,31 @@ class Trainer:
     def held(self) -> dict[str, torch.Tensor]:
         """What this rank would write."""
         return dict(self.weights.bucket([meta.name for meta in self.weights.metadata()]))
+
+
+def no_digest(_: torch.Tensor) -> str:
+    """Of a sync that is not proved: the engine says the same."""
+    return ""
+
+
+class BenchSync(WeightSync):
+    """A sync whose digests, probe and read-back can be left out, to see what they cost."""
+
+    proved = True
+
+    def show(self, proved: bool) -> None:
+        """Collective: prove from now on, or not."""
+        self.proved, stream.wire_digest = proved, wire_digest if proved else no_digest
+        if isinstance(self._engine, VllmEngine):
+            self._engine.link.rpc("mcore_bench_digests", [proved])
+        dist.barrier()
+
+    def _check_readback(self, engine: SyncEndpoint, expected: Mapping[str, Sequence[str]], names: Sequence[str]) -> None:
+        if self.proved:
+            super()._check_readback(engine, expected, names)
+
+    def _probe(self, trainer: Sequence[Sequence[float]]) -> ProbeResult:
+        return super()._probe(trainer) if self.proved else ProbeResult(0.0, 0.0)
 
 
 class Floor:
@@ -154,17 +183,19 @@ def start_engine(checkpoint: Path, folder: Path) -> VllmEngine:
 def measure(trainer: Trainer, engine: VllmEngine | None, tmpfs: Path, rounds: int) -> dict[str, Any]:
     """All rounds. The first sync sets the segment up and reads everything back; the floor's segment exists only here."""
     figures, config = Figures(), SyncConfig(probe_max_nats=1.0, bucket_bytes=BUCKET_BYTES)
-    session = WeightSync(engine, config, probe_sequences=PROBE)
+    session = BenchSync(engine, config, probe_sequences=PROBE)
 
     def sync(kind: str) -> None:
-        figures.timed(kind, lambda: keep(figures, kind, session.sync(trainer.weights, trainer.probe)))
+        session.show(kind != "unproved")
+        probe = trainer.probe if session.proved else lambda: [[0.0]]
+        figures.timed(kind, lambda: keep(figures, kind, session.sync(trainer.weights, probe)))
 
     session.sync(trainer.weights, trainer.probe)
     floor = Floor(trainer, engine)
     pids = dict(zip(("rank0", "rank1"), gather_builtins(os.getpid()), strict=True)) | engine_pid(engine)
     for _ in range(rounds):
         figures.timed("floor", floor.load)
-        for kind, every in EVERY.items():
+        for kind, every in KINDS.items():
             config.readback_every = every
             with watching(pids if dist.get_rank() == 0 else {}, figures):
                 sync(kind)
@@ -172,7 +203,6 @@ def measure(trainer: Trainer, engine: VllmEngine | None, tmpfs: Path, rounds: in
     for _ in range(3):
         session.request_full_readback()
         sync("sync_full_readback")
-    figures.timed("hash", lambda: [wire_digest(tensor) for tensor in trainer.held().values()])
     metas = trainer.weights.metadata()
     return {
         **vars(figures),

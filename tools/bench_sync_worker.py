@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from mcore_rl.rollout.vllm_transfer import finalize_layerwise_reload
+from mcore_rl.rollout import vllm_transfer
 from mcore_rl.rollout.vllm_worker import WorkerExtension
-from mcore_rl.sync.digest import dtype_from_name
+from mcore_rl.sync.digest import dtype_from_name, wire_digest
 from mcore_rl.sync.shm import Segment
 
 
@@ -37,13 +37,23 @@ class BenchExtension(WorkerExtension):
         self._load(pair for file in files for pair in _tensors(file))
         return True
 
+    def mcore_bench_digests(self, wanted: bool) -> bool:
+        """Whether what arrives is hashed."""
+        vllm_transfer.wire_digest = wire_digest if wanted else no_digest
+        return True
+
     @torch.no_grad()
     def _load(self, tensors: Any) -> None:
         engine = self._mcore_engine()
         engine.start_weight_update()
         model: Any = engine.model
         model.load_weights(tensors)
-        finalize_layerwise_reload(engine.model, engine.model_config)
+        vllm_transfer.finalize_layerwise_reload(engine.model, engine.model_config)
+
+
+def no_digest(_: torch.Tensor) -> str:
+    """Of a sync that is not proved: both sides say the same."""
+    return ""
 
 
 def _tensors(file: str) -> Any:

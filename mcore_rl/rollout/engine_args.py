@@ -68,6 +68,7 @@ def engine_environment(config: RolloutConfig, *, device: str, base: Mapping[str,
     if device == "cpu":
         env |= {
             "TORCHDYNAMO_DISABLE": "1",
+            "THP_MEM_ALLOC_ENABLE": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind" if config.tensor_parallel == 1 else _one_core_each(config.tensor_parallel),
         }

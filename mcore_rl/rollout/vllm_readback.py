@@ -30,7 +30,7 @@ def read_digests(model: nn.Module, layout: Layout, names: Iterable[str]) -> dict
     """Digest of every piece of the named tensors, in the layout's order. KeyError for a name the engine lacks."""
     reader = _Reader(model)
     result: dict[str, list[str]] = {name: [] for name in names}
-    # Grouped by engine matrix, which is read once; results go out in the layout's order.
+    # Sorted by engine matrix, which is read once; results go out in the layout's order.
     pieces = [(name, index) for name in result for index in range(len(layout[name].pieces))]
     digests: dict[tuple[str, int], str] = {}
     for name, index in sorted(pieces, key=lambda item: _address(layout[item[0]].pieces[item[1]])):
@@ -41,8 +41,8 @@ def read_digests(model: nn.Module, layout: Layout, names: Iterable[str]) -> dict
     return result
 
 
-def _address(piece: Piece) -> tuple[str, str]:
-    return piece.module, piece.source
+def _address(piece: Piece) -> tuple[str, str, int]:
+    return piece.module, piece.source, -1 if piece.expert is None else piece.expert
 
 
 @torch.no_grad()
@@ -56,13 +56,11 @@ class _Reader:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
-        self._last: tuple[str, str] | None = None
+        self._last: tuple[str, str, int] | None = None
         self._matrix: Tensor | None = None
 
     def value(self, piece: Piece) -> Tensor:
         matrix = self._load(piece)
-        if piece.expert is not None:
-            matrix = matrix[piece.expert]
         if piece.rows is not None:
             matrix = matrix.narrow(0, *piece.rows)
         return matrix
@@ -71,16 +69,16 @@ class _Reader:
         module = self._modules[piece.module]
         if piece.source == "param":
             return module.get_parameter(piece.param)
-        key = (piece.module, piece.source)
+        key = _address(piece)
         if self._matrix is None or self._last != key:
-            self._matrix, self._last = _matrix_of(module, piece.source), key
+            self._matrix, self._last = _matrix_of(module, piece), key
         return self._matrix
 
 
-def _matrix_of(module: nn.Module, source: str) -> Tensor:
-    if source == "linear":
-        return linear_matrix(module)
-    return convolution_weight(module) if source == "conv" else expert_matrices(module, source)
+def _matrix_of(module: nn.Module, piece: Piece) -> Tensor:
+    if piece.expert is not None:
+        return expert_matrix(module, piece.source, piece.expert)
+    return linear_matrix(module) if piece.source == "linear" else convolution_weight(module)
 
 
 def linear_matrix(layer: nn.Module) -> Tensor:
@@ -125,11 +123,11 @@ def _apply(layer: LinearBase | ParallelLMHead, inputs: Tensor) -> Tensor:
     return method.apply(layer, inputs)
 
 
-def expert_matrices(layer: nn.Module, source: str) -> Tensor:
-    """[E_local, rows, columns] of w13 (gate rows, then up rows) or w2, unpacked and without the kernel's padding."""
+def expert_matrix(layer: nn.Module, source: str, expert: int) -> Tensor:
+    """[rows, columns] of one local expert's w13 (gate rows, then up rows) or w2, unpacked, without the kernel's padding."""
     if not isinstance(layer, RoutedExperts):
         raise TypeError(f"{type(layer).__name__} holds no routed experts")
-    packed = layer.get_parameter(f"{source}_weight")
+    packed = layer.get_parameter(f"{source}_weight")[expert]
     kernel = None if layer.quant_method.moe_kernel is None else layer.quant_method.moe_kernel.fused_experts
     if not isinstance(kernel, CPUUnquantizedExperts):
         return packed
@@ -139,15 +137,25 @@ def expert_matrices(layer: nn.Module, source: str) -> Tensor:
     width = layer.moe_config.intermediate_size_per_partition
     padded = kernel._padded_intermediate_size(layer.moe_config)
     if source == "w2":
-        return plain[:, :, :width]
-    return torch.cat([plain[:, :width], plain[:, padded : padded + width]], dim=1)
+        return plain[:, :width]
+    return torch.cat([plain[:width], plain[padded : padded + width]])
 
 
 def unpack(packed: Tensor, isa: str) -> Tensor:
-    """Undo vLLM's expert packing of [E, N, K]. RuntimeError when the packing is no permutation."""
-    order = packing_order(packed.shape[1], packed.shape[2], isa, packed.dtype)
-    flat = packed.reshape(packed.shape[0], -1)
-    return torch.empty_like(flat).index_copy_(1, order, flat).view_as(packed)
+    """Undo vLLM's packing of one expert [N, K]. RuntimeError when the packing is no permutation."""
+    word, places = _places(packed.shape[0], packed.shape[1], isa, packed.dtype)
+    return packed.flatten().view(word).index_select(0, places).view(packed.dtype).view_as(packed)
+
+
+@lru_cache(maxsize=64)
+def _places(rows: int, columns: int, isa: str, dtype: torch.dtype) -> tuple[torch.dtype, Tensor]:
+    """Where each word of a plain matrix lies in the packed one. Numbers of 2 bytes that stay in pairs move as words of 4."""
+    order, word = packing_order(rows, columns, isa, dtype), dtype
+    if dtype.itemsize == 2 and order.numel() % 2 == 0:
+        first, second = order.view(-1, 2).unbind(1)
+        if bool((first % 2 == 0).all()) and torch.equal(first + 1, second):
+            order, word = first // 2, torch.int32
+    return word, torch.empty_like(order).index_copy_(0, order, torch.arange(order.numel())).int()
 
 
 @lru_cache(maxsize=64)

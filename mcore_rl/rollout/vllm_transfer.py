@@ -6,9 +6,10 @@ the lifecycle is vLLM's: init once; start, update per bucket, finish. Runs insid
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from mcore_rl.rollout.vllm_cpu_patches import (
     rewind_discarded_draws,
 )
 from mcore_rl.rollout.vllm_layout import Layout, describe, module_elements
+from mcore_rl.sync.background import Background
 from mcore_rl.sync.digest import dtype_from_name, wire_digest
 from mcore_rl.sync.shm import Segment
 from mcore_rl.types import WeightMismatch
@@ -102,12 +104,23 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     @torch.no_grad()
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        """Check and load one bucket, then own whatever the loader still holds: the sender reuses the slot."""
-        tensors = list(self._checked(update_info))
+        """Load one bucket, hash it on another thread meanwhile, then own whatever the loader still holds: the sender
+        reuses the slot. A bucket that is not what was sent is refused after it was loaded: only `finish` puts it to use.
+        """
+        if self._segment is None:
+            raise self._refusal("an update arrived before init_weight_transfer_engine")
+        hashing = Background(partial(_first_damaged, self._segment, update_info), "weight sync: digests")
+        tensors = self._known(self._segment, update_info)
         model: Any = self.model  # torch types an unknown attribute of a module as a tensor
-        loaded = model.load_weights(iter(tensors))
-        self.received.parameters |= set(loaded or ())
-        self.received.names += [name for name, _ in tensors]
+        try:
+            self.received.parameters |= set(model.load_weights(tensors) or ())
+        finally:
+            hashing.outcome()
+        for name, _ in tensors:
+            raise self._refusal(f"the loader stopped before {name!r}")
+        damaged = hashing.result()
+        if damaged is not None:
+            raise self._refusal(f"tensor {damaged!r} was damaged on the way: its bytes do not match the sender's digest")
         self._own_buffered()
 
     @torch.no_grad()
@@ -129,12 +142,10 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Let go of the segment."""
         self._segment = None
 
-    def _checked(self, update_info: ShmUpdateInfo) -> Iterator[tuple[str, Tensor]]:
-        if self._segment is None:
-            raise self._refusal("an update arrived before init_weight_transfer_engine")
+    def _known(self, segment: Segment, update_info: ShmUpdateInfo) -> Iterator[tuple[str, Tensor]]:
         seen = set(self.received.names)
         for row in update_info.tensors:
-            name, dtype, shape, offset, digest = str(row[0]), str(row[1]), tuple(row[2]), int(str(row[3])), str(row[4])
+            name, shape = str(row[0]), tuple(row[2])
             if name not in self.layout:
                 raise self._refusal(f"unknown tensor {name!r}: the engine's model has no such weight")
             if shape != self.layout[name].shape:
@@ -144,10 +155,8 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             if name in seen:
                 raise self._refusal(f"tensor {name!r} arrived twice in one update")
             seen.add(name)
-            value = self._segment.view(update_info.slot, offset, dtype_from_name(dtype), shape)
-            if wire_digest(value) != digest:
-                raise self._refusal(f"tensor {name!r} was damaged on the way: its bytes do not match the sender's digest")
-            yield name, value
+            self.received.names.append(name)
+            yield name, _value(segment, update_info.slot, row)
 
     def _check_names(self) -> None:
         received = set(self.received.names)
@@ -178,6 +187,16 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def _refusal(self, reason: str) -> WeightMismatch:
         self.last_error = reason
         return WeightMismatch(reason)
+
+
+def _value(segment: Segment, slot: int, row: Sequence[Any]) -> Tensor:
+    return segment.view(slot, int(str(row[3])), dtype_from_name(str(row[1])), tuple(row[2]))
+
+
+def _first_damaged(segment: Segment, update_info: ShmUpdateInfo) -> str | None:
+    """Name of the first tensor whose bytes are not the sender's."""
+    rows = update_info.tensors
+    return next((str(row[0]) for row in rows if wire_digest(_value(segment, update_info.slot, row)) != str(row[4])), None)
 
 
 def register() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 from mcore_rl.config.schema import SyncConfig
 from mcore_rl.errors import EngineRefused
 from mcore_rl.seams import WeightSource
-from mcore_rl.sync.background import Background
 from mcore_rl.sync.buckets import Bucket, plan_buckets, slot_bytes
 from mcore_rl.sync.endpoint import SyncEndpoint
 from mcore_rl.sync.group import ask_each, members, merge_layouts, shares
@@ -32,7 +31,7 @@ from mcore_rl.sync.proof import (
 )
 from mcore_rl.sync.ranks import all_or_none, from_rank0, gather, is_rank0
 from mcore_rl.sync.shm import Segment
-from mcore_rl.sync.stream import Loader, send_buckets
+from mcore_rl.sync.stream import Loader, Sending, send_buckets
 from mcore_rl.types import EngineDied, SyncReport, TensorMeta
 
 ProbeFn = Callable[[], Sequence[Sequence[float]]]
@@ -76,7 +75,6 @@ class WeightSync:
         self._proved = 0
         self._full_readback = True
         self._floor: ProbeResult | None = None
-        self._scoring: Background[list[list[list[float]]]] | None = None
 
     def request_full_readback(self) -> None:
         """Read every tensor back at the next sync."""
@@ -110,7 +108,9 @@ class WeightSync:
             self._on_engine(lambda engine: engine.begin())
         with watch.stage("send"):
             sampled = {name: channel.layout[name] for name in names}
-            contents = send_buckets(source, channel.plan, channel.segment, loader, sampled=sampled)
+            trainer: list[Sequence[float]] = []
+            sending = Sending(sampled, meanwhile=lambda: trainer.extend(probe()))
+            contents = send_buckets(source, channel.plan, channel.segment, loader, sending)
         with watch.stage("finish"):
             self._on_engine(lambda engine: check_coverage(engine.name, engine.finish(), channel.metadata))
         with watch.stage("readback"):
@@ -118,7 +118,7 @@ class WeightSync:
             self._on_engine(lambda engine: self._check_readback(engine, expected, names))
         with watch.stage("probe"):
             self._on_engine(lambda engine: engine.reset_prefix_cache())
-            result = self._probe(probe)
+            result = self._probe(trainer)
         with all_or_none():
             check_version(version, source.version)
         self._on_engine(lambda engine: engine.commit(version))
@@ -169,24 +169,18 @@ class WeightSync:
         for member, mine, theirs in zip(members(engine), shares(self._layouts, expected), found, strict=True):
             check_readback(member.name, mine, theirs)
 
-    def _probe(self, probe: ProbeFn) -> ProbeResult:
-        """Trainer and engines score at the same time."""
-        self._scoring = scoring = Background(self._engine_scores, "weight sync: probe") if is_rank0() else None
-        with all_or_none():
-            trainer = probe()
+    def _probe(self, trainer: Sequence[Sequence[float]]) -> ProbeResult:
+        """The engines' scores against the trainer's, which were taken while the engines loaded."""
 
         def compare() -> tuple[float, float]:
             engine = self._rank0_engine()
-            scores = scoring.result() if scoring is not None else []
+            scores = ask_each(engine, lambda member: member.score(self._probe_sequences))
             results = [compare_probe(trainer, found) for found in scores]
             for member, result in zip(members(engine), results, strict=True):
                 check_probe(member.name, result, self._config.probe_max_nats)
             return max(result.max_nats for result in results), max(result.mean_nats for result in results)
 
         return ProbeResult(*from_rank0(compare))
-
-    def _engine_scores(self) -> list[list[list[float]]]:
-        return ask_each(self._rank0_engine(), lambda member: member.score(self._probe_sequences))
 
     def _on_engine(self, action: Callable[[SyncEndpoint], None]) -> None:
         from_rank0(lambda: action(self._rank0_engine()))
@@ -201,8 +195,6 @@ class WeightSync:
         if self._engine is not None:
             with suppress(EngineDied, EngineRefused):
                 loader.settle()
-                if self._scoring is not None:
-                    self._scoring.outcome()
                 self._engine.abort()
 
 

@@ -1,8 +1,10 @@
-"""Sending: every rank writes the tensors it holds, rank 0 lets the engine load; the two overlap by one bucket."""
+"""Sending: every rank writes the tensors it holds, rank 0 lets the engine load; two buckets are under way at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,35 +20,51 @@ from mcore_rl.types import WeightMismatch
 
 
 class Loader:
-    """One load at a time, in the background, so the next bucket is written meanwhile. On ranks without engine: nothing."""
+    """Loads one after the other, in the background: the engine goes on while buckets are written. Without engine: nothing."""
 
     def __init__(self, endpoint: SyncEndpoint | None) -> None:
         """endpoint is None on every rank but 0."""
         self._endpoint = endpoint
-        self._running: Background[None] | None = None
+        self._running: deque[Background[None]] = deque()
 
     def start(self, slot: int, tensors: list[list[Any]]) -> None:
-        """Begin loading a bucket. The previous one must have been waited for."""
-        if self._endpoint is not None:
-            self._running = Background(partial(self._endpoint.load, slot, tensors), f"weight sync: loading slot {slot}")
+        """Load a bucket once those before it are loaded; after one that failed, fail with its error."""
+        if self._endpoint is None:
+            return
+        before = self._running[-1] if self._running else None
+        load = partial(self._endpoint.load, slot, tensors)
+        self._running.append(Background(partial(_after, before, load), f"weight sync: loading slot {slot}"))
 
-    def wait(self) -> None:
-        """The bucket in flight is loaded, or its error is raised."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
+    def wait(self, most: int = 0) -> None:
+        """Until at most `most` buckets are under way, in their order; a failed one's error is raised."""
+        while len(self._running) > most:
+            self._running.popleft().result()
 
     def settle(self) -> None:
         """Nothing is in flight any more, whatever came of it."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.outcome()
+        while self._running:
+            self._running.popleft().outcome()
+
+
+def _after(before: Background[None] | None, load: Callable[[], None]) -> None:
+    if before is not None:
+        before.result()
+    load()
+
+
+@dataclass(frozen=True)
+class Sending:
+    """sampled: layout entries, by name, of the tensors to fingerprint. meanwhile: what all ranks do, once, when there is
+    nothing to write until the engine has loaded a bucket."""
+
+    sampled: Mapping[str, Mapping[str, Any]]
+    meanwhile: Callable[[], None]
 
 
 def send_buckets(
-    source: WeightSource, plan: Sequence[Bucket], segment: Segment, loader: Loader, *, sampled: Mapping[str, Mapping[str, Any]]
+    source: WeightSource, plan: Sequence[Bucket], segment: Segment, loader: Loader, sending: Sending
 ) -> dict[str, list[str]]:
-    """Send every bucket; returns the region digests of the `sampled` tensors (name -> layout entry) this rank holds.
+    """Send every bucket; returns the region digests of the sampled tensors this rank holds.
 
     Collective. An error on any rank, or in the engine, is raised on all of them.
     """
@@ -55,10 +73,14 @@ def send_buckets(
     for bucket in plan:
         slot = bucket.index % SLOTS
         digests: dict[str, str] = {}
+        with all_or_none():  # no rank writes into a slot that the engine, which rank 0 alone talks to, still reads
+            loader.wait(SLOTS - 1)
         with all_or_none():
-            digests = _write(source, bucket, segment, held=held, sampled=sampled, contents=contents)
-            loader.wait()
+            digests = _write(source, bucket, segment, held=held, sampled=sending.sampled, contents=contents)
         loader.start(slot, _manifest(bucket, gather(digests)))
+        if bucket.index == min(SLOTS, len(plan)) - 1:
+            with all_or_none():
+                sending.meanwhile()
     with all_or_none():
         loader.wait()
     return contents

@@ -64,10 +64,11 @@ def test_trained_ids_are_the_sampled_ids(trained):
 
 
 def test_killed_engine_in_generation(tmp_path):
-    run = start_run(tmp_path, "generation", ENDLESS, MORTAL, "rollout.max_tokens=100")
+    long = ("rollout.max_tokens=100", "train.prompts_per_step=64")  # seconds of generation, on a fast machine too
+    run = start_run(tmp_path, "generation", ENDLESS, MORTAL, *long)
     wait_for_rows(run, 1)
     wait_for_line(run.folder / "logs" / "engine0.log", CACHE_RESET)
-    time.sleep(0.5)  # the probe is scored and the version set within milliseconds; then a second of generation begins
+    time.sleep(0.5)  # the probe is scored and the version set within milliseconds; then generation begins
     _ends_well(run, "generate")
 
 

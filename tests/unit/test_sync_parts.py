@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_rl.sync.buckets import plan_buckets, slot_bytes
-from mcore_rl.sync.digest import Region, content_digest, dtype_from_name, wire_digest
+from mcore_rl.sync.digest import Region, canonical, content_digest, dtype_from_name, wire_digest
 from mcore_rl.sync.proof import (
     check_coverage,
     check_layout,
@@ -140,6 +140,20 @@ def test_a_kernel_cannot_show_signed_zeros_or_subnormals():
     assert content_digest(torch.tensor([-0.0, 1e-40, 1.0]), whole) == content_digest(torch.tensor([0.0, 0.0, 1.0]), whole)
     assert content_digest(torch.tensor([2e-38]), whole) != content_digest(torch.tensor([0.0]), whole)
     assert content_digest(torch.tensor([math.nan]), whole) != content_digest(torch.tensor([0.0]), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_canonical_by_its_definition(dtype):
+    """Smaller than the smallest normal number: +0; everything else, NaN and infinities too, bit for bit."""
+    tiny = torch.finfo(dtype).tiny
+    odd = torch.tensor([0.0, -0.0, tiny, -tiny, tiny / 2, -tiny / 2, math.nan, math.inf, -math.inf, 1.0], dtype=dtype)
+    assert odd[4] != 0 and odd[5] != 0
+    wanted = odd.clone()
+    wanted[torch.tensor([1, 4, 5])] = 0.0
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    assert torch.equal(canonical(odd).view(bits), wanted.view(bits))
+    usual = odd[6:].clone()
+    assert torch.equal(canonical(usual).view(bits), usual.view(bits)) and canonical(odd[:0]).numel() == 0
 
 
 def test_regions_are_what_each_worker_holds():
