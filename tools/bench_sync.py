@@ -4,8 +4,8 @@ In one run, same processes and one thread each, in turns, medians of five after 
 from two trainer ranks (EP=2) without read-back against the floor, the engine loading the same tensors from a segment
 that is already full (at most 1.25x); against files on a warm tmpfs and a correct reload (must be faster); against the same
 sync without digests, probe and read-back, which tells what the proof costs (median over the rounds, at most a tenth of
-the sync). Anonymous memory of the trainer's ranks at most two buckets above the start. Exit status 1 when one is missed. vLLM's nccl and ipc
-transports take the same source on GPUs (tests/engine/test_vllm_transports.py): not run on a GPU.
+the sync). Anonymous memory of the trainer's ranks at most two buckets above the start. Exit status 1 when one is missed.
+vLLM's nccl and ipc transports take the same source on GPUs (tests/engine/test_vllm_transports.py): not run on a GPU.
 """
 
 from __future__ import annotations
