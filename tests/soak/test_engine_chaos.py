@@ -2,9 +2,12 @@
 
 import random
 import signal
+import statistics
 
 import pytest
 from chaos_runs import compare, start_held, strike_after, table
+
+from mcore_rl.progress import stage_seconds
 
 STRIKES, STEPS = 20, 30
 RUN = (
@@ -45,11 +48,13 @@ def test_two_engines_draw_the_same_and_one_death_is_taken_over(tmp_path, referen
 def test_twenty_deaths_cost_no_sample(tmp_path, capsys, reference):
     chance = random.Random(5)
     moments = sorted(chance.sample(range(1, STEPS), STRIKES))
+    # Within a step: a later strike would let steps go by, and 20 of 29 moments must be struck.
+    step_s = statistics.median(sum(stage_seconds(row).values()) for row in reference.rows())
     disturbed = start_held(tmp_path, "struck", *RUN)
     strikes = []
     for number, step in enumerate(moments, start=1):
         signum = chance.choice((signal.SIGKILL, signal.SIGSTOP))
-        delay_s = chance.uniform(0.0, 2.0)
+        delay_s = chance.uniform(0.0, step_s)
         strikes.append(strike_after(disturbed, number, signum, steps=step, delay_s=delay_s, limit_s=STEP_LIMIT_S))
         if disturbed.process.poll() is not None:
             break
