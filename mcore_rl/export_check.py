@@ -1,5 +1,8 @@
 """Does the exported checkpoint, read by plain transformers, answer as the engine did? Greedy, token for token.
 
+The engine's own answer is scored, so every token of it is judged, whatever came before: it is transformers' choice too, or
+its log-prob is so close below the best that the engine's rounding decides (a near tie).
+
 Runs in a process of its own (`python -m mcore_rl.export_check CHECKPOINT REQUESTS`): a trainer rank's torch is patched.
 """
 
@@ -20,10 +23,14 @@ _LIMIT_S = 1800.0
 
 @dataclass(frozen=True)
 class ExportCheck:
-    """`matched` of `prompts` greedy answers are identical; `first_difference` describes the first that is not."""
+    """Greedy answers of `prompts` prompts: `matched` are identical, `near_ties` part only where rounding decides.
+
+    `first_difference` describes the first that is neither.
+    """
 
     prompts: int
     matched: int
+    near_ties: int
     first_difference: str | None
 
     def to_json(self) -> dict[str, Any]:
@@ -31,55 +38,74 @@ class ExportCheck:
         return asdict(self)
 
 
-def check_export(checkpoint: Path, completions: Sequence[Completion], scratch: Path) -> ExportCheck:
-    """Let transformers answer the same prompts greedily from `checkpoint` and compare with the engine's `completions`.
+@dataclass(frozen=True)
+class Scored:
+    """Of every token of an answer: what transformers would have chosen, and by how many nats it is likelier."""
 
-    RuntimeError with the child's last line when the checkpoint cannot be read or generated from.
+    choices: list[int]
+    gaps: list[float]
+
+
+def check_export(checkpoint: Path, completions: Sequence[Completion], scratch: Path, *, tie_nats: float) -> ExportCheck:
+    """Let transformers score the engine's greedy `completions` with `checkpoint`.
+
+    tie_nats: log-probs at most this far apart are a tie between the two engines. RuntimeError with the child's last line when
+    the checkpoint cannot be read or run.
     """
-    requests = [{"prompt": list(c.prompt_token_ids), "max_tokens": len(c.token_ids)} for c in completions]
+    requests = [{"prompt": list(c.prompt_token_ids), "answer": list(c.token_ids)} for c in completions]
     scratch.write_text(json.dumps(requests), encoding="utf-8")
     command = [sys.executable, "-m", "mcore_rl.export_check", str(checkpoint), str(scratch)]
     child = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     if child.returncode != 0:
         reason = (child.stderr.strip().splitlines() or ["no message"])[-1]
         raise RuntimeError(f"export check: transformers could not answer from {checkpoint}: {reason}")
-    answers: list[list[int]] = json.loads(child.stdout.strip().splitlines()[-1])
-    different = [
-        f"{c.prompt_id}: engine {list(c.token_ids)}, transformers {answer}"
-        for c, answer in zip(completions, answers, strict=True)
-        if list(c.token_ids) != answer
-    ]
-    return ExportCheck(len(completions), len(completions) - len(different), different[0] if different else None)
+    scored = [Scored(**row) for row in json.loads(child.stdout.strip().splitlines()[-1])]
+    return judge(completions, scored, tie_nats)
 
 
-def answer_greedily(checkpoint: Path, requests: Sequence[dict[str, object]]) -> list[list[int]]:
-    """The next max_tokens most likely tokens after every prompt, by transformers' forward alone (no generation config)."""
+def judge(completions: Sequence[Completion], scored: Sequence[Scored], tie_nats: float) -> ExportCheck:
+    """Identical, near tie or different, answer by answer."""
+    matched = near_ties = 0
+    different: list[str] = []
+    for completion, row in zip(completions, scored, strict=True):
+        parted = [index for index, token in enumerate(completion.token_ids) if token != row.choices[index]]
+        wrong = [index for index in parted if not row.gaps[index] <= tie_nats]
+        if wrong:
+            at = wrong[0]
+            different.append(
+                f"{completion.prompt_id}, token {at}: engine {completion.token_ids[at]}, transformers {row.choices[at]}, "
+                f"{row.gaps[at]:.3g} nats likelier (a tie: {tie_nats:g})"
+            )
+        elif parted:
+            near_ties += 1
+        else:
+            matched += 1
+    return ExportCheck(len(completions), matched, near_ties, different[0] if different else None)
+
+
+def score_answers(checkpoint: Path, requests: Sequence[dict[str, list[int]]]) -> list[Scored]:
+    """Every token of every answer after its prompt, in one forward pass of transformers each (no generation config)."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    answers: list[list[int]] = []
-    with torch.no_grad():
-        for request in requests:
-            prompt, count = request["prompt"], request["max_tokens"]
-            ids = torch.tensor([prompt])
-            cache = None
-            chosen: list[int] = []
-            for _ in range(int(str(count))):
-                output = model(input_ids=ids, past_key_values=cache, use_cache=True)
-                cache = output.past_key_values
-                chosen.append(int(output.logits[0, -1].argmax()))
-                ids = torch.tensor([[chosen[-1]]])
-            answers.append(chosen)
-    return answers
+    scored: list[Scored] = []
+    for request in requests:
+        prompt, answer = request["prompt"], request["answer"]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        best, choices = logits.log_softmax(-1).max(-1)
+        given = logits.log_softmax(-1).gather(1, torch.tensor(answer, dtype=torch.int64)[:, None])[:, 0]
+        scored.append(Scored(choices.tolist(), (best - given).tolist()))
+    return scored
 
 
 def main(argv: Sequence[str]) -> int:
-    """argv: checkpoint folder, requests file. Prints one JSON line of answers."""
+    """argv: checkpoint folder, requests file. Prints one JSON line of scores."""
     checkpoint, requests = argv
-    answers = answer_greedily(Path(checkpoint), json.loads(Path(requests).read_text(encoding="utf-8")))
-    sys.stdout.write(json.dumps(answers) + "\n")
+    scored = score_answers(Path(checkpoint), json.loads(Path(requests).read_text(encoding="utf-8")))
+    sys.stdout.write(json.dumps([asdict(row) for row in scored]) + "\n")
     return 0
 
 

@@ -232,7 +232,7 @@ class TrainConfig:
 class EvalConfig:
     """Held-out evaluation before and after, same prompts, greedy and at temperature 1.
 
-    export_check_prompts: that many greedy answers of the exported checkpoint, read by transformers, must be the engine's.
+    export_check_prompts: that many greedy answers of the engine must be what transformers chooses with the exported checkpoint.
     """
 
     prompts: int = 500

@@ -54,8 +54,8 @@ def _after(before: Background[None] | None, load: Callable[[], None]) -> None:
 
 @dataclass(frozen=True)
 class Sending:
-    """sampled: layout entries, by name, of the tensors to fingerprint. meanwhile: what all ranks do, once, when there is
-    nothing to write until the engine has loaded a bucket."""
+    """sampled: layout entries, by name, of the tensors to fingerprint. meanwhile: what all ranks do, once, when everything is
+    written and the engine still loads; not earlier, so that it sees what became of the tensors that were handed out."""
 
     sampled: Mapping[str, Mapping[str, Any]]
     meanwhile: Callable[[], None]
@@ -78,9 +78,8 @@ def send_buckets(
         with all_or_none():
             digests = _write(source, bucket, segment, held=held, sampled=sending.sampled, contents=contents)
         loader.start(slot, _manifest(bucket, gather(digests)))
-        if bucket.index == min(SLOTS, len(plan)) - 1:
-            with all_or_none():
-                sending.meanwhile()
+    with all_or_none():
+        sending.meanwhile()
     with all_or_none():
         loader.wait()
     return contents

@@ -47,7 +47,7 @@ def moe_config(width: int = 32) -> Qwen3MoeConfig:
 def dense_config() -> Qwen3Config:
     """Tied head, a vocabulary that the engine pads, and square q_proj and o_proj that a transposition leaves well-formed."""
     return Qwen3Config(
-        vocab_size=331, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True, **COMMON
+        vocab_size=331, intermediate_size=96, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True, **COMMON
     )
 
 
@@ -56,7 +56,7 @@ def hybrid_config() -> Qwen3NextConfig:
     sizes = COMMON | {
         "num_hidden_layers": 4,
         "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        "num_key_value_heads": 2,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 64,
