@@ -13,7 +13,7 @@ def attempt(call: Callable[[], T]) -> T | Exception:
     """The call's result, or the error it ended with."""
     try:
         return call()
-    except (RuntimeError, ValueError, TypeError, LookupError, OSError) as failure:
+    except (RuntimeError, ValueError, TypeError, LookupError, OSError, AssertionError, AttributeError, MemoryError) as failure:
         return failure
 
 

@@ -38,6 +38,22 @@ def check_layout(engine: str, layout: Mapping[str, Mapping[str, Any]], metadata:
             raise WeightMismatch(
                 f"{engine}: tensor {name} is {list(shape)} in the trainer and {layout[name]['shape']} in the engine"
             )
+        if not _covers([Region.from_json(row) for row in layout[name]["regions"]], shape):
+            raise WeightMismatch(f"{engine}: its workers declare only parts of {name} {list(shape)}: {layout[name]['regions']}")
+
+
+def _covers(regions: Sequence[Region], shape: Sequence[int]) -> bool:
+    """Whether the regions are the whole tensor: what no region holds would never be read back."""
+    if any(region.dim is None for region in regions):
+        return True
+    cuts = sorted((region.start, region.start + region.length) for region in regions)
+    [dim, *others] = {region.dim for region in regions}
+    reached = 0
+    for start, stop in cuts:
+        if start > reached:
+            return False
+        reached = max(reached, stop)
+    return not others and dim is not None and dim < len(shape) and reached == shape[dim]
 
 
 def check_coverage(engine: str, received: Sequence[str], metadata: Sequence[TensorMeta]) -> None:
@@ -97,6 +113,13 @@ def check_probe(engine: str, result: ProbeResult, limit_nats: float) -> None:
             f"{engine}: probe log-probs differ by up to {result.max_nats:.3g} nats (mean {result.mean_nats:.3g});"
             f" sync.probe_max_nats={limit_nats:g}"
         )
+
+
+def check_same_version(versions: Sequence[int]) -> int:
+    """The version of all ranks (WeightMismatch when they are not at the same step)."""
+    if len(set(versions)) != 1:
+        raise WeightMismatch(f"weights: the trainer's ranks are at versions {list(versions)}, rank by rank; they must be at one")
+    return versions[0]
 
 
 def check_version(before: int, after: int) -> None:

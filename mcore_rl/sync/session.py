@@ -25,6 +25,7 @@ from mcore_rl.sync.proof import (
     check_layout,
     check_probe,
     check_readback,
+    check_same_version,
     check_version,
     compare_probe,
     readback_names,
@@ -101,9 +102,12 @@ class WeightSync:
         return report
 
     def _sync(self, source: WeightSource, probe: ProbeFn, loader: Loader) -> SyncReport:
-        watch, version = _Watch(), source.version
+        watch = _Watch()
         with watch.stage("prepare"):
-            channel = self._open(source.metadata())
+            version = check_same_version(gather(source.version))
+            with all_or_none():
+                metadata = self._known(source.metadata())
+            channel = self._open(metadata)
             names = readback_names(channel.metadata, 0 if self._full_readback else self._proved, self._config.readback_every)
             self._on_engine(lambda engine: engine.begin())
         with watch.stage("send"):
@@ -128,13 +132,16 @@ class WeightSync:
         measured = (result.max_nats, result.mean_nats, watch.seconds, floor.max_nats, floor.mean_nats)
         return SyncReport(version, *counts, *measured)
 
-    def _open(self, metadata: tuple[TensorMeta, ...]) -> _Channel:
-        if self._channel is None:
-            self._channel = self._set_up(metadata)
-        if metadata != self._channel.metadata:
+    def _known(self, metadata: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
+        if self._channel is not None and metadata != self._channel.metadata:
             raise ValueError(
                 "weight sync: the policy's tensors are not those of the first sync, which the engine was checked against"
             )
+        return metadata
+
+    def _open(self, metadata: tuple[TensorMeta, ...]) -> _Channel:
+        if self._channel is None:
+            self._channel = self._set_up(metadata)
         return self._channel
 
     def _set_up(self, metadata: tuple[TensorMeta, ...]) -> _Channel:

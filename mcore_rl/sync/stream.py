@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from mcore_rl.seams import WeightSource
 from mcore_rl.sync.background import Background
-from mcore_rl.sync.buckets import Bucket
+from mcore_rl.sync.buckets import Bucket, Slot
 from mcore_rl.sync.digest import wire_digest
 from mcore_rl.sync.endpoint import SyncEndpoint
 from mcore_rl.sync.proof import region_digests
@@ -66,9 +68,11 @@ def send_buckets(
 ) -> dict[str, list[str]]:
     """Send every bucket; returns the region digests of the sampled tensors this rank holds.
 
-    Collective. An error on any rank, or in the engine, is raised on all of them.
+    Collective. An error on any rank, or in the engine, is raised on all of them; one in the middle of the policy's own
+    collectives (a bucket's gathers, the probe's forward pass) only once the group's timeout has freed the others.
     """
-    held = source.held_names()
+    with all_or_none():
+        held = source.held_names()
     contents: dict[str, list[str]] = {}
     for bucket in plan:
         slot = bucket.index % SLOTS
@@ -94,29 +98,45 @@ def _write(
     sampled: Mapping[str, Mapping[str, Any]],
     contents: dict[str, list[str]],
 ) -> dict[str, str]:
-    """Copy this rank's tensors of the bucket into its slot; returns their wire digests."""
+    """Copy this rank's tensors of the bucket into its slot; returns their wire digests.
+
+    The bucket is drawn to its end whatever is wrong with it: the other ranks' gathers need this one.
+    """
     slots = {slot.meta.name: slot for slot in bucket.slots}
     digests: dict[str, str] = {}
+    failure: Exception | None = None
     for name, tensor in source.bucket(bucket.names):
-        if name not in slots or name in digests:
-            problem = "twice" if name in digests else f"unasked; bucket {bucket.index} starts with {bucket.names[0]}"
-            raise WeightMismatch(f"weights: the policy handed out {name} {problem}")
-        meta = slots[name].meta
-        if name not in held:
+        if failure is not None:
             continue
-        if tuple(tensor.shape) != meta.shape or tensor.dtype != meta.dtype:
-            raise WeightMismatch(
-                f"weights: {name} came as {list(tensor.shape)} {tensor.dtype}, declared {list(meta.shape)} {meta.dtype}"
-            )
-        ours = tensor.detach().to("cpu").contiguous()
-        segment.view(bucket.index % SLOTS, slots[name].offset, meta.dtype, meta.shape).copy_(ours)
-        digests[name] = wire_digest(ours)
-        if name in sampled:
-            contents[name] = region_digests(ours, sampled[name])
+        try:
+            if name not in slots or name in digests:
+                problem = "twice" if name in digests else f"unasked; bucket {bucket.index} starts with {bucket.names[0]}"
+                raise WeightMismatch(f"weights: the policy handed out {name} {problem}")
+            if name in held:
+                ours = _put(segment, bucket.index % SLOTS, slots[name], tensor)
+                digests[name] = wire_digest(ours)
+                if name in sampled:
+                    contents[name] = region_digests(ours, sampled[name])
+        except (RuntimeError, ValueError, TypeError, OSError) as error:
+            failure = error
+    if failure is not None:
+        raise failure
     absent = [name for name in bucket.names if name in held and name not in digests]
     if absent:
         raise WeightMismatch(f"weights: the policy holds {absent[0]} but did not hand it out")
     return digests
+
+
+def _put(segment: Segment, index: int, slot: Slot, tensor: Tensor) -> Tensor:
+    """Copy a tensor to its place; what was copied, on the CPU."""
+    meta = slot.meta
+    if tuple(tensor.shape) != meta.shape or tensor.dtype != meta.dtype:
+        raise WeightMismatch(
+            f"weights: {meta.name} came as {list(tensor.shape)} {tensor.dtype}, declared {list(meta.shape)} {meta.dtype}"
+        )
+    ours = tensor.detach().to("cpu").contiguous()
+    segment.view(index, slot.offset, meta.dtype, meta.shape).copy_(ours)
+    return ours
 
 
 def _manifest(bucket: Bucket, by_rank: Sequence[Mapping[str, str]]) -> list[list[Any]]:

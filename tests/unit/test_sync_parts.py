@@ -17,6 +17,7 @@ from mcore_rl.sync.proof import (
     check_layout,
     check_probe,
     check_readback,
+    check_same_version,
     compare_probe,
     readback_names,
     region_digests,
@@ -181,7 +182,8 @@ def test_every_tensor_is_read_back_within_any_window(count, every):
         assert sum(len(part) for part in window) == count
 
 
-LAYOUT = {"a": {"shape": [2], "regions": [1]}, "b": {"shape": [3, 4], "regions": [1]}}
+WHOLE = [Region(torch.float32).as_json()]
+LAYOUT = {"a": {"shape": [2], "regions": WHOLE}, "b": {"shape": [3, 4], "regions": WHOLE}}
 
 
 @pytest.mark.parametrize(
@@ -200,6 +202,38 @@ def test_the_two_sides_must_name_the_same_tensors(offered, message):
 def test_a_tensor_that_no_worker_holds_is_named():
     with pytest.raises(WeightMismatch, match="no worker of the engine holds it: a"):
         check_layout("engine", {"a": {"shape": [2], "regions": []}}, [TensorMeta("a", torch.float32, (2,))])
+
+
+@pytest.mark.parametrize(
+    ("cuts", "whole"),
+    [
+        ([(0, 0, 4)], True),
+        ([(0, 2, 2), (0, 0, 2)], True),
+        ([(0, 0, 2), (0, 0, 2), (0, 2, 2)], True),  # a key-value head on two workers
+        ([(0, 0, 4), (0, 4, 0)], True),  # a worker with padding only
+        ([(1, 0, 8)], True),
+        ([(0, 0, 0)], False),
+        ([(0, 0, 2)], False),
+        ([(0, 0, 1), (0, 2, 2)], False),
+        ([(0, 0, 4), (1, 0, 8)], False),
+        ([(0, 0, 5)], False),
+        ([(2, 0, 4)], False),
+    ],
+)
+def test_the_workers_must_hold_all_of_a_tensor(cuts, whole):
+    regions = [Region(torch.float32, *cut).as_json() for cut in cuts]
+    layout, offered = {"a": {"shape": [4, 8], "regions": regions}}, [TensorMeta("a", torch.float32, (4, 8))]
+    if whole:
+        check_layout("engine", layout, offered)
+    else:
+        with pytest.raises(WeightMismatch, match=r"engine: its workers declare only parts of a \[4, 8\]"):
+            check_layout("engine", layout, offered)
+
+
+def test_ranks_at_different_versions_are_named():
+    assert check_same_version([3, 3]) == 3
+    with pytest.raises(WeightMismatch, match=r"versions \[3, 2\], rank by rank"):
+        check_same_version([3, 2])
 
 
 @pytest.mark.parametrize(

@@ -249,3 +249,29 @@ def test_a_session_that_could_prove_nothing_is_refused(config, probe, message):
 def test_no_engine_on_rank_0_is_said():
     with pytest.raises(ValueError, match="rank 0 was given no engine"):
         session(None).sync(Source(), lambda: VALUES)
+
+
+class Drawn(Source):
+    """Hands a tensor of the wrong shape out first; counts what was drawn after it, as gathers of other ranks would need."""
+
+    drawn = 0
+
+    def bucket(self, names):
+        for name in names:
+            yield name, self.tensors[name] if name != "t0" else torch.zeros(2)
+            self.drawn += 1
+
+
+def test_a_bucket_is_drawn_to_its_end_whatever_is_wrong_with_it():
+    source = Drawn()
+    with pytest.raises(WeightMismatch, match=r"t0 came as \[2\]"):
+        session(Stub(), bucket_bytes=10_000).sync(source, lambda: VALUES)
+    assert source.drawn == 5
+
+
+def test_a_tensor_that_changes_while_it_is_sent_is_seen_by_the_trainers_probe():
+    """The trainer scores when everything is written: a change after any tensor was handed out shows in its scores."""
+    stub, seen = Stub(), []
+    session(stub).sync(Source(), lambda: (seen.append(list(stub.calls)), VALUES)[1])
+    loads = [call for call in seen[0] if call.startswith("load")]
+    assert "finish" not in seen[0] and len(loads) >= 3  # of 5 buckets: the last two may still be under way
