@@ -11,6 +11,7 @@ and r rows of a tile. `tp_group` None or of size 1 means the shard is the whole 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,8 @@ TILE_TOKENS, TILE_ROWS = 4096, 8192
 """One fp32 tile of 128 MiB: many tokens, because a matrix product of few is slow."""
 PIECE_ELEMENTS = 2**19
 """What the element-wise steps take of a tile at once on a CPU: 2 MiB stay in its cache."""
-NO_MAXIMUM = torch.finfo(torch.float32).min / 4
-"""Stands for the maximum of a shard without a valid row: finite, so that 0 x (it - max) stays 0."""
+NO_MAXIMUM = -torch.inf
+"""Of a shard without a valid row, and before the first tile."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,11 @@ class Readout:
     tile_rows: int = TILE_ROWS
 
     def __post_init__(self) -> None:
-        """Refuse a temperature that is not positive (ValueError)."""
-        if not self.temperature > 0:
+        """Refuse a temperature that is no positive number, or an empty vocabulary (ValueError)."""
+        if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}: a positive number is needed")
+        if self.vocab_size < 1:
+            raise ValueError(f"vocab_size={self.vocab_size}: at least 1 is needed")
 
     def shard(self, rows: int) -> VocabShard:
         """The shard of a rank that holds `rows` rows; ValueError if all ranks hold fewer than `vocab_size`."""
@@ -82,7 +85,8 @@ def linear_logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, read
     """Log-prob of `targets` and entropy, nats, fp32 [T] each, both with their gradient.
 
     hidden: [T, H], equal on all tp ranks; weight: this rank's output weight [W, H]. The gradient of `hidden` is summed
-    over tp ranks here, so it is whole on each of them; that of the weight is accumulated in fp32.
+    over tp ranks here, so it is whole on each of them; that of the weight is accumulated in fp32. ValueError for a target
+    outside the vocabulary, or not one target row per token.
     """
     logprobs, entropy = linear_logprobs_entropy(hidden, weight, targets[:, None], readout)
     return logprobs[:, 0], entropy
@@ -90,6 +94,12 @@ def linear_logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, read
 
 def linear_logprobs_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, readout: Readout) -> tuple[Tensor, Tensor]:
     """Log-probs of several `targets` [T, M] of each token, fp32 [T, M], and entropy [T]; otherwise as for one."""
+    if hidden.shape[:1] != targets.shape[:1]:
+        raise ValueError(f"targets {list(targets.shape)} for hidden states {list(hidden.shape)}: one row per token is needed")
+    if targets.numel():
+        low, high = (int(bound) for bound in torch.aminmax(targets))
+        if low < 0 or high >= readout.vocab_size:
+            raise ValueError(f"target {low if low < 0 else high} is outside the vocabulary of {readout.vocab_size}")
     return _Readout.apply(hidden, weight, targets, readout)
 
 
@@ -116,16 +126,24 @@ class _Sums:
         self.values[3:, place] += torch.where(held, scores.gather(1, column), 0.0).T
         shifted = scores.sub_(highest[:, None])
         weights = shifted.exp()
-        self.values[2, place] = scale * (weighted + gap * total) + shifted.mul_(weights).sum(dim=1)
+        self.values[2, place] = scale * (weighted + _moved(gap, total)) + shifted.mul_(weights).sum(dim=1)
         self.values[1, place] = scale * total + weights.sum(dim=1)
         self.values[0, place] = highest
 
     def finish(self, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs [T, M], entropy and log-sum-exp over the whole vocabulary."""
+        """Log-probs [T, M], entropy, and log-sum-exp over the whole vocabulary in two parts [2, T], maximum and the rest.
+
+        Their sum would round the rest to the last bit of a large maximum.
+        """
         top, total, weighted, *targets = _over_ranks(self.values, shard.group) if shard.split else self.values
         log_total = total.log()
-        lse = top + log_total
-        return torch.stack(targets, 1) - lse[:, None], log_total - weighted / total, lse
+        logprobs = (torch.stack(targets, 1) - top[:, None]) - log_total[:, None]
+        return logprobs, log_total - weighted / total, torch.stack([top, log_total])
+
+
+def _moved(gap: Tensor, total: Tensor) -> Tensor:
+    """gap x total, 0 where there is nothing yet: the gap is infinite there."""
+    return torch.where(total > 0, gap * total, 0.0)
 
 
 def _pieces(scores: Tensor) -> list[slice]:
@@ -145,14 +163,14 @@ def _over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
     gap = values[0] - top
     scale = gap.exp()
-    sums = torch.cat([torch.stack([scale * values[1], scale * (values[2] + gap * values[1])]), values[3:]])
+    sums = torch.cat([torch.stack([scale * values[1], scale * (values[2] + _moved(gap, values[1]))]), values[3:]])
     dist.all_reduce(sums, group=group)
     return torch.cat([top[None], sums])
 
 
 @dataclass(frozen=True)
 class _Upstream:
-    """Per token: log-sum-exp [T], entropy [T], gradient of log-probs [T, M] and of entropy (or None)."""
+    """Per token: log-sum-exp in two parts [2, T], entropy [T], gradient of log-probs [T, M] and of entropy (or None)."""
 
     lse: Tensor
     entropy: Tensor
@@ -162,7 +180,8 @@ class _Upstream:
     def to_scores(self, place: slice, scores: Tensor, local: Tensor) -> None:
         """Turn scores [c, r] of tokens `place` into their gradient: sum over targets of g (onehot - p), - h p (log p + H)."""
         given = self.to_logprobs[place]
-        log_p, spread = scores.sub_(self.lse[place, None]), given.sum(1, keepdim=True)
+        log_p = scores.sub_(self.lse[0, place, None]).sub_(self.lse[1, place, None])
+        spread = given.sum(1, keepdim=True)
         if self.to_entropy is None:
             log_p.exp_().mul_(-spread)
         else:

@@ -112,6 +112,39 @@ def test_huge_logits_stay_finite():
     assert logprob.item() == 0.0 and entropy.item() == 0.0 and grad.isfinite().all()
 
 
+@pytest.mark.parametrize("shift", [50.0, 300.0, 1e4])
+@pytest.mark.parametrize("tile", [(512, 512), (7, 10)])
+def test_large_logits_cost_no_digits(shift, tile):
+    """A common shift leaves log-probs and their gradient as they are; log-sum-exp as one number would round them to it."""
+    logits = torch.randn(TOKENS, VOCAB, generator=torch.Generator().manual_seed(0)) + shift
+    exact, ours = logits.double().requires_grad_(), logits.clone().requires_grad_()
+    targets = torch.arange(TOKENS)
+    wanted = exact.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    logprob, _ = linear_logprob_entropy(ours, torch.eye(VOCAB), targets, cut_in(tile))
+    assert (logprob.double() - wanted).abs().max() <= 1e-6
+    (grad,) = torch.autograd.grad(logprob.sum(), ours)
+    (grad_wanted,) = torch.autograd.grad(wanted.sum(), exact)
+    assert (grad.double() - grad_wanted).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("size", [-3e38, -1e38, 1e38, 3e38])
+@pytest.mark.parametrize("tile", [(512, 512), (1, 1)])
+def test_equal_logits_of_any_size_are_uniform(size, tile):
+    logprob, entropy = linear_logprob_entropy(torch.full((2, 4), size), torch.eye(4), torch.tensor([0, 3]), cut_in(tile, vocab=4))
+    torch.testing.assert_close(logprob, torch.full((2,), -1.3862944))
+    torch.testing.assert_close(entropy, torch.full((2,), 1.3862944))
+
+
+@pytest.mark.parametrize("wrong", [-1, -100, VOCAB, PADDED - 1, 10**6])
+def test_a_target_outside_the_vocabulary_is_refused(wrong):
+    hidden, weight, targets, _, _ = problem()
+    targets[3] = wrong
+    with pytest.raises(ValueError, match=f"target {wrong} is outside the vocabulary of {VOCAB}"):
+        linear_logprob_entropy(hidden, weight, targets, Readout(VOCAB))
+    with pytest.raises(ValueError, match="one row per token"):
+        linear_logprob_entropy(hidden, weight, targets[:-1], Readout(VOCAB))
+
+
 def test_no_tokens():
     hidden, weight = torch.zeros(0, 8).requires_grad_(), torch.zeros(8, 8).requires_grad_()
     logprob, entropy = linear_logprob_entropy(hidden, weight, torch.zeros(0, dtype=torch.int64), Readout(8))
@@ -164,8 +197,11 @@ def test_peak_memory_is_a_tile_or_two():
 def test_refusals():
     with pytest.raises(ValueError, match="cannot hold vocab_size=9"):
         Readout(9).shard(8)
-    with pytest.raises(ValueError, match="temperature=0"):
-        Readout(4, temperature=0.0)
+    for temperature in (0.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"temperature={temperature}"):
+            Readout(4, temperature=temperature)
+    with pytest.raises(ValueError, match="vocab_size=0"):
+        Readout(0)
 
 
 @pytest.mark.parametrize("tile", [(5, 9), (512, 512)])
