@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from mcore_rl.contract_engines import run_contract
-from models.checkpoint_reader import is_distributed_checkpoint
+from models.checkpoint_reader import OWN_FILE, is_distributed_checkpoint, stored_digests
 from models.convert_average import AverageOptions, average
 from models.convert_export import ExportOptions, megatron_to_hf
 from models.convert_import import hf_to_megatron
@@ -25,6 +26,7 @@ from models.convert_verify import compare_forwards, compare_tensors, wrong_diges
 from models.registry import read_spec
 
 _QUIET_S = 2.0
+DEFAULT_SHARD_GB = 4.0
 
 
 class Shown:
@@ -95,7 +97,7 @@ def verify(arguments: argparse.Namespace) -> int:
         bits = compare_tensors(arguments.megatron, arguments.hf, shown)
     wrong = list(wrong_digests(arguments.megatron))
     print(f"bits: {bits.tensors - len(bits.different)} of {bits.tensors} tensors are the same" + _first(bits.different))
-    print(f"digests: {'as written' if not wrong else 'not as written'}{_first(wrong)}")
+    print(f"digests: {_about_digests(arguments.megatron, wrong)}")
     if arguments.no_forward:
         return int(bool(bits.different or wrong))
     parity = compare_forwards(arguments.megatron, arguments.hf, read_spec(_configured(arguments)))
@@ -105,6 +107,12 @@ def verify(arguments: argparse.Namespace) -> int:
     same = not bits.different and not wrong and parity.ok
     print("the same model" if same else "NOT the same model")
     return int(not same)
+
+
+def _about_digests(folder: Path, wrong: list[str]) -> str:
+    if stored_digests(folder) is None:
+        return f"there are none: {folder} has no {OWN_FILE}"
+    return f"{'as written' if not wrong else 'not as written'}{_first(wrong)}"
 
 
 def _configured(arguments: argparse.Namespace) -> Path:
@@ -125,9 +133,13 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def cut_anew(arguments: argparse.Namespace) -> int:
     """The same kind of checkpoint, in other pieces."""
+    if not math.isfinite(arguments.shard_gb) or arguments.shard_gb * 1e9 < 1:
+        raise ValueError(f"--shard-gb {arguments.shard_gb} must be positive, and a number of GB (at least one byte)")
     shard_bytes = int(arguments.shard_gb * 1e9)
-    if shard_bytes < 1:
-        raise ValueError(f"--shard-gb {arguments.shard_gb} must be positive")
+    if is_distributed_checkpoint(arguments.source):
+        _refuse(arguments, {"--shard-gb": arguments.shard_gb != DEFAULT_SHARD_GB})
+    else:
+        _refuse(arguments, {"--tp": arguments.tp > 1, "--etp": arguments.etp > 1})
     with Shown("reshard") as shown:
         reshard(arguments.source, arguments.target, _options(arguments), shard_bytes=shard_bytes, report=shown)
     print(arguments.target)

@@ -15,21 +15,20 @@ from typing import Any
 
 from mcore_rl.auditing import auditor
 from mcore_rl.batching import check_completions
-from mcore_rl.data.band_file import Band, BandRow, Conditions, different_conditions, read_conditions, write_band
+from mcore_rl.data.band_file import Band, BandRow, Conditions, write_band
 from mcore_rl.data.band_task import rendering_sha256
 from mcore_rl.data.build import BuiltTask
 from mcore_rl.data_gate import GateSummary, PassRate, in_band, kill_reason, summarise_rates, table
 from mcore_rl.engine_calls import ask_engine
+from mcore_rl.probe_file import PROBE_FORMAT, check_same_prompts, earlier_rows
 from mcore_rl.rewards.checks import score_completions
 from mcore_rl.run import Run
 from mcore_rl.run_folder import write_json
 from mcore_rl.seams import RolloutEngine
 from mcore_rl.stages import training_sampling
-from mcore_rl.telemetry.jsonl import dump_line, read_rows
+from mcore_rl.telemetry.jsonl import dump_line
 from mcore_rl.types import Completion, Prompt, Score, StopRun
 from parallel.collectives import on_rank0
-
-PROBE_FORMAT = 1
 
 
 def probe_pass_rates(run: Run, task: BuiltTask, model_digest: str) -> None:
@@ -39,7 +38,7 @@ def probe_pass_rates(run: Run, task: BuiltTask, model_digest: str) -> None:
     """
     config, version = run.config.data_gate, run.policy.weights().version
     conditions = probe_conditions(run, task, model_digest)
-    rows = [PassRate(**row) for row in on_rank0(lambda: _begin(run, conditions))]
+    rows = [PassRate(**row) for row in on_rank0(lambda: _begin(run, task, conditions))]
     for start in range(len(rows), config.prompts, config.prompts_per_request):
         count = min(config.prompts_per_request, config.prompts - start)
         prompts = task.probe_prompts(start, count)
@@ -58,10 +57,12 @@ def _rows_file(run: Run) -> Path:
     return run.folder.root / "probe.jsonl"
 
 
-def _begin(run: Run, conditions: Conditions) -> list[dict[str, Any]]:
+def _begin(run: Run, task: BuiltTask, conditions: Conditions) -> list[dict[str, Any]]:
     """Start probe.jsonl with the conditions and the rows that are taken over; those rows."""
     config = run.config.data_gate
-    rows = [asdict(row) for row in earlier_rows(config.append_to, conditions)[: config.prompts]]
+    found = earlier_rows(config.append_to, conditions)[: config.prompts]
+    check_same_prompts(config.append_to, found, task.probe_prompts(0, len(found)))
+    rows = [asdict(row) for row in found]
     head = {"format": PROBE_FORMAT, "conditions": asdict(conditions)}
     _rows_file(run).write_text("".join(dump_line(line) + "\n" for line in (head, *rows)), encoding="utf-8")
     return rows
@@ -80,27 +81,6 @@ def probe_conditions(run: Run, task: BuiltTask, model_digest: str) -> Conditions
         temperature=rollout.temperature,
         max_tokens=rollout.max_tokens,
     )
-
-
-def earlier_rows(path: str | None, conditions: Conditions) -> list[PassRate]:
-    """Rows of data_gate.append_to, [] where it is not set. A half-written last line is left out.
-
-    ValueError: no probe file, made under other conditions, or its prompts are not the first ones.
-    """
-    if path is None:
-        return []
-    if not Path(path).is_file():
-        raise ValueError(f"data_gate.append_to={path}: no such file")
-    lines = read_rows(Path(path))
-    if not lines or lines[0].get("format") != PROBE_FORMAT:
-        raise ValueError(f"data_gate.append_to={path}: not a probe file of format {PROBE_FORMAT}")
-    difference = different_conditions(read_conditions(lines[0]["conditions"]), conditions)
-    if difference is not None:
-        raise ValueError(f"data_gate.append_to={path}: made under other conditions: {difference}")
-    rows = [PassRate(**line) for line in lines[1:]]
-    if [row.prompt_id for row in rows] != [f"probe-p{i}" for i in range(len(rows))]:
-        raise ValueError(f"data_gate.append_to={path}: its prompts are not probe-p0, probe-p1, ... in order")
-    return rows
 
 
 def _sample(run: Run, engine: RolloutEngine, prompts: Sequence[Prompt], version: int) -> list[PassRate]:

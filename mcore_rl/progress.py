@@ -10,7 +10,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -66,7 +67,10 @@ def stage_seconds(metrics: Mapping[str, float | list[float]]) -> dict[str, float
 
 
 class Progress:
-    """A telemetry sink for eyes. Use it as a context manager or call `close`."""
+    """A telemetry sink for eyes. Use it as a context manager or call `close`.
+
+    It falls silent when its stream is closed (`mcore-rl train | head`): nobody looks any more, and the run goes on.
+    """
 
     def __init__(self, total_steps: int, *, stream: TextIO | None = None, enabled: bool = True) -> None:
         """total_steps: rollout batches. enabled False shows nothing (telemetry.progress)."""
@@ -80,7 +84,8 @@ class Progress:
         if enabled and self._console.is_terminal:
             self._bar = Bar(*_COLUMNS, console=self._console, refresh_per_second=2, transient=True)
             self._task = self._bar.add_task("starting", total=None)
-            self._bar.start()
+            with self._while_open():
+                self._bar.start()
 
     def __enter__(self) -> Progress:
         return self
@@ -93,11 +98,12 @@ class Progress:
         if not self._enabled:
             return
         stamped = f"[{time.monotonic() - self._start_s:6.1f}s] {text}"
-        if self._bar is not None:
-            self._bar.console.print(stamped, markup=False)
-        else:
-            self._stream.write(stamped + "\n")
-            self._stream.flush()
+        with self._while_open():
+            if self._bar is not None:
+                self._bar.console.print(stamped, markup=False)
+            else:
+                self._stream.write(stamped + "\n")
+                self._stream.flush()
 
     def phase(self, name: str, total: int | None = None) -> None:
         """A new phase (building, warm-up, evaluation, training) of `total` steps begins."""
@@ -134,16 +140,30 @@ class Progress:
     def close(self) -> None:
         """Give the terminal back. Twice is fine."""
         self._stop_bar()
-        self._stream.flush()
+        with self._while_open():
+            self._stream.flush()
 
     def _show(self, name: str, done: int, total: int | None) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, description=name, completed=done, total=total)
+            with self._while_open():
+                self._bar.update(self._task, description=name, completed=done, total=total)
 
     def _stop_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with self._while_open():
+                bar.stop()
+
+    @contextmanager
+    def _while_open(self) -> Iterator[None]:
+        """Run the body; when the stream turns out to be closed, show nothing from now on."""
+        try:
+            yield
+        except OSError:
+            self._enabled, self._bar = False, None
+            # What is left in the stream's buffer would be written once more, and fail, when the process ends.
+            with suppress(OSError), Path(os.devnull).open("w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 def _number(metrics: Mapping[str, float | list[float]], name: str) -> str:

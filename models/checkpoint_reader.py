@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from models.checkpoint_items import BROKEN_PICKLE, ItemFile
+from models.checkpoint_items import BROKEN_PICKLE, ItemFile, digest_of
 from models.checkpoint_layout import Section
 from models.hf_io import some
 
 MARKER = "metadata.json"
 BACKEND = "torch_dist"
+COMMON = "common.pt"
+OWN_FILE = "mcore_rl.json"
 _NUMBERED_LAYER = re.compile(r"^decoder\.layers\.\d+\.")
 NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "common_state", "rerun_state_machine_state")
 
@@ -59,19 +61,43 @@ def _backend(folder: Path) -> str:
         raise ValueError(f"{folder / MARKER} does not describe a Megatron checkpoint: {error!r}") from error
 
 
+Digests = Mapping[str, Mapping[str, str]]
+
+
+def place_name(offset: tuple[int, ...]) -> str:
+    """How a piece's place is written beside its digest."""
+    return ",".join(str(n) for n in offset)
+
+
+def stored_digests(folder: Path) -> Digests | None:
+    """Key -> place -> digest of every piece as it was written; None for a checkpoint that Megatron saved, which has none."""
+    path = folder / OWN_FILE
+    if not path.is_file():
+        return None
+    try:
+        digests = json.loads(path.read_text(encoding="utf-8"))["digests"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} does not hold the checkpoint's digests: {error!r}") from error
+    if not isinstance(digests, dict) or not all(isinstance(pieces, dict) for pieces in digests.values()):
+        raise ValueError(f"{path}: digests is not an object of objects, one for every tensor")
+    return digests
+
+
 class MegatronReader:
     """Tensors of a checkpoint by key. Every error is a ValueError naming the file, and the tensor where there is one."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read the metadata and check that the files are as long as it says."""
+    def __init__(self, folder: Path, digests: Digests | None = None) -> None:
+        """Read the metadata and check that the files are as long as it says. digests: compared with every piece that is read."""
         self.folder = folder
+        self._digests = digests
         if not is_distributed_checkpoint(folder):
             raise ValueError(f"{folder} is not a complete Megatron checkpoint: it has no {MARKER}")
         if _backend(folder) != BACKEND:
             raise ValueError(f"{folder / MARKER}: sharded_backend = {_backend(folder)!r} is not supported; {BACKEND!r} is")
-        self.tensors = self._index(self._metadata())
+        metadata = self._metadata()
+        self.tensors = self._index(metadata)
         self._files: dict[str, ItemFile] = {}
-        self._check_files()
+        self._check_files(metadata)
         self._at = {(t.key, chunk.offset): chunk for t in self.tensors.values() for chunk in t.chunks}
 
     def _metadata(self) -> Metadata:
@@ -80,7 +106,7 @@ class MegatronReader:
             raise ValueError(f"{path} is missing")
         try:
             return FileSystemReader(self.folder).read_metadata()
-        except (EOFError, ValueError, KeyError, IndexError, BROKEN_PICKLE) as error:
+        except (EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError, BROKEN_PICKLE) as error:
             raise ValueError(f"{path} cannot be read: {error!r}") from error
 
     def _index(self, metadata: Metadata) -> dict[str, StoredTensor]:
@@ -99,18 +125,22 @@ class MegatronReader:
             tensors[key] = StoredTensor(key, stored.properties.dtype, tuple(stored.size), tuple(chunks))
         return tensors
 
-    def _check_files(self) -> None:
+    def _check_files(self, metadata: Metadata) -> None:
+        """Those of objects as well, and the common state: Megatron loads nothing without them."""
         sizes: dict[str, int] = {}
-        for tensor in self.tensors.values():
-            for chunk in tensor.chunks:
-                path = self.folder / chunk.file
-                if chunk.file not in sizes:
-                    if not path.is_file():
-                        raise ValueError(f"{path} is missing; it holds {tensor.key}")
-                    sizes[chunk.file] = path.stat().st_size
-                end = sum(chunk.place)
-                if end > sizes[chunk.file]:
-                    raise ValueError(f"{path} is truncated: {tensor.key} ends at byte {end} of {sizes[chunk.file]}")
+        stored: dict[Any, Any] = metadata.storage_data or {}
+        for index, info in stored.items():
+            path = self.folder / info.relative_path
+            if info.relative_path not in sizes:
+                if not path.is_file():
+                    raise ValueError(f"{path} is missing; it holds {index.fqn}")
+                sizes[info.relative_path] = path.stat().st_size
+            end = info.offset + info.length
+            if end > sizes[info.relative_path]:
+                raise ValueError(f"{path} is truncated: {index.fqn} ends at byte {end} of {sizes[info.relative_path]}")
+        common = self.folder / COMMON
+        if not common.is_file() or common.stat().st_size == 0:
+            raise ValueError(f"{common} is {'empty' if common.is_file() else 'missing'}: Megatron loads no checkpoint without it")
 
     def weights(self) -> frozenset[str]:
         """Keys of the model's own tensors: no optimizer states."""
@@ -136,9 +166,18 @@ class MegatronReader:
         if chunk.file not in self._files:
             self._files[chunk.file] = ItemFile(self.folder / chunk.file)
         try:
-            return self._files[chunk.file].read(chunk.place, tensor.dtype, chunk.shape)
+            piece = self._files[chunk.file].read(chunk.place, tensor.dtype, chunk.shape)
         except ValueError as error:
             raise ValueError(f"{tensor.key}: {error}") from error
+        if self._digests is not None:
+            self._check_digest(self._digests, tensor, chunk, piece)
+        return piece
+
+    def _check_digest(self, digests: Digests, tensor: StoredTensor, chunk: Chunk, piece: Tensor) -> None:
+        written, found = digests.get(tensor.key, {}).get(place_name(chunk.offset)), digest_of(piece)
+        if written != found:
+            where = f"{self.folder / chunk.file}: {tensor.key} at {list(chunk.offset)}"
+            raise ValueError(f"{where} is not what was written: its digest is {found}, {OWN_FILE} says {written}")
 
     def read(self, section: Section) -> Tensor:
         """A section of a parameter, [*section.shape]; fewer rows when the checkpoint pads its vocabulary less.

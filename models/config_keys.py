@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,14 +20,23 @@ def integer(config: Mapping[str, Any], key: str) -> int:
     return value
 
 
+def number(config: Mapping[str, Any], key: str) -> float:
+    """A positive number; ValueError naming the key otherwise."""
+    value = config.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{key} = {value!r} is not a positive number")
+    return float(value)
+
+
 def rope(config: Mapping[str, Any], head_dim: int, default_fraction: float) -> Rope:
     """rope_parameters (transformers 5) or rope_theta + rope_scaling (transformers 4).
 
     default_fraction: of each head that turns, where `partial_rotary_factor` is missing; it must be 1 in a family whose
     default is 1. The sections of Qwen3.5's three position grids need no reading: for text the three positions are one.
     """
-    parameters: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA)
+    parameters = _rope_settings(config)
+    given = [source for source in (parameters, config) if source.get("rope_theta") is not None]
+    theta = number(given[0], "rope_theta") if given else DEFAULT_THETA
     fraction = _fraction(parameters, config, head_dim, default_fraction)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
@@ -37,13 +47,35 @@ def rope(config: Mapping[str, Any], head_dim: int, default_fraction: float) -> R
     missing = [key for key in keys if key not in parameters]
     if missing:
         raise ValueError(f"rope_type = 'llama3' needs {', '.join(missing)}")
-    factor, low, high, positions = (parameters[key] for key in keys)
-    return Rope(theta, Llama3Scaling(float(factor), float(low), float(high), int(positions)), fraction)
+    factor, low, high = (number(parameters, key) for key in keys[:3])
+    return Rope(theta, Llama3Scaling(factor, low, high, integer(parameters, keys[3])), fraction)
+
+
+def _rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those of the one key that is given. When both are, transformers reads rope_scaling alone: they must say the same."""
+    found: list[Mapping[str, Any]] = []
+    for key in ("rope_parameters", "rope_scaling"):
+        value = config.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{key} = {value!r} is not an object with settings of the rotary embedding")
+        found.append(value or {})
+    new, old = found
+    if new and old:
+        beside = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+        one, other = (beside | _in_new_spelling(settings) for settings in found)
+        if one != other:
+            raise ValueError(f"rope_parameters = {dict(new)} and rope_scaling = {dict(old)} differ: give only one of them")
+    return new or old
+
+
+def _in_new_spelling(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rope_type": settings.get("type", "default"), **{key: value for key, value in settings.items() if key != "type"}}
 
 
 def _fraction(parameters: Mapping[str, Any], config: Mapping[str, Any], head_dim: int, default: float) -> float:
     key = "partial_rotary_factor"
-    fraction = float(parameters.get(key, config.get(key)) or default)
+    given = [source for source in (parameters, config) if source.get(key) is not None]
+    fraction = number(given[0], key) if given else default
     rotated = int(head_dim * fraction)
     if default == 1.0 and fraction != 1.0:
         raise ValueError(f"{key} = {fraction} is not supported for this architecture; supported: 1.0")
@@ -73,6 +105,8 @@ def layers_without_experts(config: Mapping[str, Any], num_layers: int) -> tuple[
     ValueError when no layer at all has experts.
     """
     only = config.get("mlp_only_layers") or []
+    if not isinstance(only, list) or not all(isinstance(layer, int) for layer in only):
+        raise ValueError(f"mlp_only_layers = {only!r} is not a list of layer numbers")
     step = integer({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
     beyond = [layer for layer in only if not 0 <= layer < num_layers]
     if beyond:

@@ -1,7 +1,7 @@
 """The mean of several checkpoints of one model: all weights, added up in fp32, stored as the first one stores them.
 
 The mean runs: m += (x - m) w / (w_1 + .. + w_k), so equal checkpoints give exactly themselves, whatever the weights. Memory:
-three fp32 copies of the largest tensor. An interrupted run goes on where it stopped.
+three fp32 copies of the largest tensor (fp64 tensors are added up in fp64). An interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from models.convert_staging import Report, Staging, Step, check_free_space, silent
+from models.convert_staging import Report, Staging, Step, check_free_space, check_target, silent
 from models.hf_io import INDEX, CheckpointReader, check_names, is_finite
 from models.hf_write import ShardFile, copy_companions, plan_of
 from models.registry import read_spec
 
 TOKENIZER = "tokenizer.json"
+VOCABULARIES = ("vocab.json", "merges.txt", "tokenizer.model")
+TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,13 @@ def average(sources: Sequence[Path], target: Path, options: AverageOptions | Non
     """Write the mean of the Hugging Face folders `sources`; configuration, tokenizer and file layout are the first one's.
 
     ValueError naming folder and tensor when a source is another model, differs in a tensor's dtype or shape, holds NaN or has
-    an integer tensor that is not the same in all; when only one has a tokenizer or theirs differ; when a folder is given
-    twice; when the weights are not one positive number for each source.
+    an integer tensor that is not the same in all; when only one has a tokenizer; when tokenizers or chat templates differ; when a
+    folder is given twice; when the weights are not one positive number for each source.
     """
     options = options or AverageOptions()
     weights = _weights(sources, options.weights)
     _check_distinct(sources)
+    check_target(target, *sources)
     readers = [CheckpointReader(folder) for folder in sources]
     for reader in readers[1:]:
         _check_same_model(readers[0], reader)
@@ -89,12 +93,7 @@ def _check_distinct(sources: Sequence[Path]) -> None:
 
 def _check_same_model(first: CheckpointReader, other: CheckpointReader) -> None:
     """The same tokenizer, tensors, architecture and settings."""
-    tokenizers = [folder / TOKENIZER for folder in (first.folder, other.folder)]
-    there = [path.is_file() for path in tokenizers]
-    if any(there) and not all(there):
-        raise ValueError(f"{tokenizers[there.index(False)]}: no such file, and {tokenizers[there.index(True)]} exists")
-    if all(there) and tokenizers[0].read_bytes() != tokenizers[1].read_bytes():
-        raise ValueError(f"{tokenizers[1]} is not the tokenizer of {first.folder}: their ids mean different texts")
+    _check_same_texts(first.folder, other.folder)
     check_names(other.stored_names(), first.stored_names(), other.folder)
     for name in sorted(first.stored_names()):
         mine, its = first.entry(name), other.entry(name)
@@ -107,6 +106,23 @@ def _check_same_model(first: CheckpointReader, other: CheckpointReader) -> None:
         raise ValueError(f"{other.folder}: its config.json is of another model than that of {first.folder}")
 
 
+def _check_same_texts(first: Path, other: Path) -> None:
+    """The same tokenizer and chat template. A tokenizer.json holds its vocabulary, so only one may have it apart as well.
+
+    Only one may have a template: a base model has none.
+    """
+    whole = (first / TOKENIZER).is_file() and (other / TOKENIZER).is_file()
+    for name in (TOKENIZER, *VOCABULARIES, TEMPLATE):
+        files = [folder / name for folder in (first, other)]
+        there = [path.is_file() for path in files]
+        if any(there) and not all(there) and not (whole or name == TEMPLATE):
+            raise ValueError(f"{files[there.index(False)]}: no such file, and {files[there.index(True)]} exists")
+        if all(there) and files[0].read_bytes() != files[1].read_bytes():
+            what = "chat template" if name == TEMPLATE else "tokenizer"
+            why = "their prompts are different texts" if name == TEMPLATE else "their ids mean different texts"
+            raise ValueError(f"{files[1]} is not the {what} of {first}: {why}")
+
+
 def _mean(readers: Sequence[CheckpointReader], name: str, weights: Sequence[float]) -> Tensor:
     first = _read(readers[0], name)
     if not first.is_floating_point():
@@ -114,11 +130,25 @@ def _mean(readers: Sequence[CheckpointReader], name: str, weights: Sequence[floa
             if not torch.equal(first, _read(reader, name)):
                 raise ValueError(f"{reader.path_of(name)}: {name} ({first.dtype}) is not the same as in {readers[0].folder}")
         return first
-    mean, so_far = first.to(torch.float32, copy=True), weights[0]
+    wide = torch.float64 if first.dtype is torch.float64 else torch.float32
+    # Fractions: a sum of two large weights is no infinity, and of two small ones not zero.
+    mean, so_far = first.to(wide, copy=True), Fraction(weights[0])
     for reader, weight in zip(readers[1:], weights[1:], strict=True):
-        so_far += weight
-        mean.add_(_read(reader, name).to(torch.float32, copy=True).sub_(mean), alpha=weight / so_far)
-    return mean.to(first.dtype)
+        so_far += Fraction(weight)
+        _advance(mean, _read(reader, name), float(Fraction(weight) / so_far))
+    mean = mean.to(first.dtype)
+    if not is_finite(mean):
+        raise ValueError(f"{readers[0].path_of(name)}: the mean of {name} is not finite in {first.dtype}, though every one is")
+    return mean
+
+
+def _advance(mean: Tensor, other: Tensor, share: float) -> None:
+    """Go `share` of the way to `other`, in place."""
+    difference = other.to(mean.dtype, copy=True).sub_(mean)
+    if is_finite(difference):
+        mean.add_(difference, alpha=share)
+    else:
+        mean.mul_(1.0 - share).add_(other.to(mean.dtype), alpha=share)
 
 
 def _read(reader: CheckpointReader, name: str) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from models.hf_io import CheckpointReader, some
-from models.registry import carried_names, weight_map
+from models.registry import carried_names, load_config, weight_map
 from models.spec import ModelSpec
 
 MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
@@ -35,7 +35,7 @@ class Carried:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json."""
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return load_config(folder / "config.json")
 
 
 def is_mtp(name: str) -> bool:

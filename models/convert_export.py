@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from models.checkpoint_layout import Section, sections_of
-from models.checkpoint_reader import MARKER, MegatronReader, check_stored
+from models.checkpoint_reader import MARKER, MegatronReader, check_stored, stored_digests
 from models.convert_carried import TIED_HEAD, read_config, with_dtype
 from models.convert_megatron import CARRIED_FILE, COMPANIONS, LAYOUT_FILE
-from models.convert_staging import Report, Staging, Step, check_free_space, silent
+from models.convert_staging import Report, Staging, Step, check_free_space, check_target, silent
 from models.convert_text_only import text_only_config, text_only_plans
 from models.hf_file import DTYPE_NAMES, DTYPES, SafetensorsFile
 from models.hf_io import INDEX, SINGLE, CheckpointReader, expert_parts, is_finite
@@ -100,9 +100,9 @@ class DecoderTensors:
         return piece
 
 
-def open_decoder(folder: Path, reference: Path) -> DecoderTensors:
+def open_decoder(folder: Path, reference: Path, *, check_digests: bool = True) -> DecoderTensors:
     """The decoder of the checkpoint `folder`, whose config.json is in `reference`. ValueError naming what does not fit."""
-    reader = MegatronReader(folder)
+    reader = MegatronReader(folder, stored_digests(folder) if check_digests else None)
     if not reference.is_dir():
         raise ValueError(f"{reference} does not exist: this checkpoint needs a reference folder with its config.json")
     return DecoderTensors(reader, read_spec(reference))
@@ -111,9 +111,9 @@ def open_decoder(folder: Path, reference: Path) -> DecoderTensors:
 class CheckpointSource:
     """Where the parts of the result come from: the checkpoint, and the folder with configuration and carried tensors."""
 
-    def __init__(self, folder: Path, options: ExportOptions) -> None:
+    def __init__(self, folder: Path, options: ExportOptions, *, check_digests: bool = True) -> None:
         self.reference = options.reference or folder / COMPANIONS
-        self.tensors = open_decoder(folder, self.reference)
+        self.tensors = open_decoder(folder, self.reference, check_digests=check_digests)
         self.spec = self.tensors.spec
         stored = (self.reference / INDEX).is_file() or (self.reference / SINGLE).is_file()
         self._folder = CheckpointReader(self.reference) if stored else None
@@ -178,6 +178,7 @@ def megatron_to_hf(source: Path, target: Path, options: ExportOptions, report: R
 
     ValueError naming file and tensor when the source is damaged or does not match the configuration.
     """
+    check_target(target, source)
     made = CheckpointSource(source, options)
     _check_complete(made)
     renamed: dict[str, str] = {}

@@ -16,7 +16,7 @@ from torch import Tensor
 from models.checkpoint_layout import Section, sections_of
 from models.convert_carried import Carried, carried_tensors, decoder_names
 from models.convert_megatron import CARRIED_FILE, LAYOUT_FILE, VERSION, ImportOptions, write_megatron
-from models.convert_staging import Report, Staging, silent
+from models.convert_staging import Report, Staging, check_target, silent
 from models.hf_io import INDEX, CheckpointReader, check_names
 from models.hf_write import FilePlan, ShardFile, Slot, copy_companions, plan_of
 from models.mapping import FuseGateUp, check_shapes
@@ -30,6 +30,7 @@ def hf_to_megatron(source: Path, target: Path, options: ImportOptions, report: R
 
     ValueError naming file and tensor when the source is damaged, does not match its configuration, or does not fit.
     """
+    check_target(target, source)
     made = HuggingFaceSource(source, options.mtp)
     with Staging(target, _fingerprint(made.reader, options), fsync=options.fsync) as staging:
         write_megatron(made, made.rules, options, staging, report)

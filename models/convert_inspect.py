@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from models.checkpoint_reader import MegatronReader, is_distributed_checkpoint
 from models.convert_megatron import COMPANIONS
 from models.hf_file import DTYPE_NAMES, DTYPES
 from models.hf_io import CheckpointReader
+from models.registry import load_config
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,8 @@ def _architecture(folder: Path) -> str | None:
     path = folder / "config.json"
     if not path.is_file():
         return None
-    try:
-        names = json.loads(path.read_text(encoding="utf-8")).get("architectures") or []
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    return names[0] if names else None
+    names = load_config(path).get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
 def _hf(reader: CheckpointReader, *, digests: bool) -> Iterable[TensorInfo]:

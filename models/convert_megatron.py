@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from models.checkpoint_layout import Section, extra_state_keys, layers_alike, sections_of
+from models.checkpoint_reader import OWN_FILE, place_name
 from models.checkpoint_writer import Item, finish_checkpoint, write_items
 from models.convert_staging import Report, Staging, Step, check_free_space, sync_path
 from models.spec import ModelSpec
@@ -20,7 +21,6 @@ from models.weight_map import Rule
 COMPANIONS = "hugging_face"
 CARRIED_FILE = "carried.safetensors"
 LAYOUT_FILE = "layout.json"
-OWN_FILE = "mcore_rl.json"
 VERSION = 1
 
 
@@ -144,8 +144,3 @@ def _description(source: Source, options: ImportOptions, items: Iterable[Item]) 
         digests.setdefault(item.key, {})[place_name(item.offset)] = item.digest
     about = {"version": VERSION, "architecture": source.spec.architecture, "source": source.name}
     return {**about, "tp": options.tp, "etp": options.etp, "digests": digests}
-
-
-def place_name(offset: tuple[int, ...]) -> str:
-    """How a piece's place is written beside its digest."""
-    return ",".join(str(n) for n in offset)

@@ -19,8 +19,8 @@ from models.checkpoint_layout import Section, sections_of
 from models.checkpoint_reader import MARKER, is_distributed_checkpoint
 from models.convert_export import DecoderTensors, open_decoder
 from models.convert_megatron import COMPANIONS, ImportOptions, write_megatron
-from models.convert_staging import Report, Staging, Step, check_free_space, silent
-from models.hf_io import INDEX, CheckpointReader
+from models.convert_staging import Report, Staging, Step, check_free_space, check_target, silent
+from models.hf_io import INDEX, CheckpointReader, is_finite
 from models.hf_write import FilePlan, ShardFile, copy_companions, index_text, plan_of, plan_shards
 from models.weight_map import Rule
 
@@ -30,6 +30,7 @@ def reshard(source: Path, target: Path, options: ImportOptions, *, shard_bytes: 
 
     ValueError naming file and tensor when the source is damaged or does not divide.
     """
+    check_target(target, source)
     if is_distributed_checkpoint(source):
         made = _MegatronSource(source)
         with Staging(target, _fingerprint(source, options.tp, options.etp), fsync=options.fsync) as staging:
@@ -76,6 +77,13 @@ def _fingerprint(source: Path, *chosen: int) -> str:
     return json.dumps(["reshard", str(source.resolve()), stamps, chosen])
 
 
+def _undamaged(reader: CheckpointReader, name: str) -> Tensor:
+    tensor = reader.read_stored(name)
+    if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and not is_finite(tensor):
+        raise ValueError(f"{reader.path_of(name)}: {name} holds NaN or infinity")
+    return tensor
+
+
 def _reshard_hf(reader: CheckpointReader, plans: tuple[FilePlan, ...], staging: Staging, report: Report) -> None:
     total = sum(plan.nbytes for plan in plans)
     check_free_space(staging.folder, total - sum(plan.nbytes for plan in plans if staging.has_file(plan.file)))
@@ -85,7 +93,7 @@ def _reshard_hf(reader: CheckpointReader, plans: tuple[FilePlan, ...], staging: 
         if not resumed:
             with ShardFile(staging.folder / plan.file, plan, fsync=staging.fsync) as file:
                 for slot in plan.slots:
-                    file.put(slot.name, reader.read_stored(slot.name))
+                    file.put(slot.name, _undamaged(reader, slot.name))
                 file.close()
             staging.finish_file(plan.file)
         done += plan.nbytes

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 JOURNAL = "journal.jsonl"
+_MAX_NAME_BYTES = 255
 SPARE_BYTES = 16 * 1024**2
 
 
@@ -52,6 +53,29 @@ def file_in_the_way(folder: Path) -> Path | None:
     return next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), None)
 
 
+def _hidden(target: Path) -> Path:
+    return target.with_name(f".{target.name}.incomplete")
+
+
+def check_target(target: Path, *sources: Path) -> None:
+    """ValueError when no folder can appear under that name, or when it would lie inside one of the sources."""
+    if target.name in ("", ".."):
+        raise ValueError(f"{target} names no new folder")
+    long = [part for part in (_hidden(target).name, *target.parts) if len(os.fsencode(part)) > _MAX_NAME_BYTES]
+    if long:
+        raise ValueError(f"{target}: its name is too long; at most {_MAX_NAME_BYTES} bytes, with .incomplete, are possible")
+    if target.is_symlink() and not target.exists():
+        raise ValueError(f"{target} is a link to {target.readlink()}, which does not exist")
+    if target.exists():
+        raise ValueError(f"{target} already exists; a checkpoint is never written over another one")
+    file = file_in_the_way(target.parent)
+    if file is not None:
+        raise ValueError(f"{target}: {file} is a file, so there can be no folder below it")
+    inside = [source for source in sources if target.resolve().is_relative_to(source.resolve())]
+    if inside:
+        raise ValueError(f"{target} lies inside {inside[0]}, which it is made from")
+
+
 class Staging:
     """The hidden folder and its journal. Use it as a context manager; call `complete` last.
 
@@ -61,14 +85,13 @@ class Staging:
 
     def __init__(self, target: Path, fingerprint: str, *, fsync: bool = True) -> None:
         """Take over what an interrupted build left. ValueError when the target exists or somebody else is building it."""
-        if target.exists():
-            raise ValueError(f"{target} already exists; a checkpoint is never written over another one")
-        file = file_in_the_way(target.parent)
-        if file is not None:
-            raise ValueError(f"{target}: {file} is a file, so there can be no folder below it")
+        check_target(target)
         self.target, self.fsync = target, fsync
-        self.folder = target.with_name(f".{target.name}.incomplete")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder = _hidden(target)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{self.folder} cannot be made: {error.strerror}") from error
         self._journal = (self.folder / JOURNAL).open("a+", encoding="utf-8")
         try:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)

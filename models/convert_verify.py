@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from models.checkpoint_items import digest_of
-from models.checkpoint_reader import MegatronReader
+from models.checkpoint_reader import MegatronReader, place_name, stored_digests
 from models.convert_export import CheckpointSource, ExportOptions
-from models.convert_megatron import COMPANIONS, OWN_FILE, place_name
+from models.convert_megatron import COMPANIONS
 from models.convert_staging import Report, Step, silent
 from models.hf_io import CheckpointReader
 from models.spec import ModelSpec
@@ -72,7 +72,8 @@ def compare_tensors(megatron: Path, hf: Path, report: Report = silent) -> Compar
 
     A checkpoint without a hugging_face/ folder of its own, as Megatron saves them, takes its layout from `hf`.
     """
-    source = CheckpointSource(megatron, ExportOptions(reference=None if (megatron / COMPANIONS).is_dir() else hf))
+    options = ExportOptions(reference=None if (megatron / COMPANIONS).is_dir() else hf)
+    source = CheckpointSource(megatron, options, check_digests=False)
     reader = CheckpointReader(hf)
     planned = {slot.name for plan in source.plans for slot in plan.slots}
     for name in sorted(reader.stored_names() ^ planned):
@@ -93,15 +94,14 @@ def compare_tensors(megatron: Path, hf: Path, report: Report = silent) -> Compar
 
 def wrong_digests(folder: Path) -> Iterator[str]:
     """Keys of stored pieces whose bytes are not those that were written; nothing for a checkpoint without digests."""
-    path = folder / OWN_FILE
-    if not path.is_file():
+    known = stored_digests(folder)
+    if known is None:
         return
-    known: dict[str, dict[str, str]] = json.loads(path.read_text(encoding="utf-8"))["digests"]
     reader = MegatronReader(folder)
-    for key, pieces in known.items():
+    for key in sorted(known.keys() | reader.weights()):
         tensor = reader.stored(key)
         for chunk in tensor.chunks:
-            written = pieces.get(place_name(chunk.offset))
+            written = known.get(key, {}).get(place_name(chunk.offset))
             if written != digest_of(reader.chunk(tensor, chunk)):
                 yield f"{reader.folder / chunk.file}: {key} at {list(chunk.offset)}"
 

@@ -56,6 +56,12 @@ def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
+def _size(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a whole number of at least 0")
+    return value
+
+
 class SafetensorsFile:
     """A file's entries, in the order of their data. Every error is a ValueError naming the file, and the tensor if any."""
 
@@ -77,7 +83,7 @@ class SafetensorsFile:
             text = file.read(length)
         try:
             header = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._broken(f"its header is not JSON: {error}") from error
         if not isinstance(header, dict):
             raise self._broken("its header is not a JSON object")
@@ -86,6 +92,8 @@ class SafetensorsFile:
     def _parse(self) -> tuple[dict[str, str], dict[str, Entry]]:
         header, begin = self._header()
         metadata = header.pop("__metadata__", None) or {}
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise self._broken(f"its __metadata__ is {metadata!r}, not an object of strings")
         entries = sorted((self._entry(name, row, begin) for name, row in header.items()), key=lambda e: (e.start, e.stop))
         expected = begin
         for entry in entries:
@@ -100,10 +108,10 @@ class SafetensorsFile:
 
     def _entry(self, name: str, row: Any, begin: int) -> Entry:
         try:
-            dtype, shape, (start, stop) = row["dtype"], tuple(int(n) for n in row["shape"]), row["data_offsets"]
+            dtype, shape, (start, stop) = row["dtype"], tuple(_size(n) for n in row["shape"]), map(_size, row["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             raise self._broken(f"the header's entry of {name} is not one: {error!r}") from error
-        if dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             raise ValueError(f"{self.path}: {name} is stored as {dtype}, which is unknown; known: {', '.join(DTYPES)}")
         if stop - start != nbytes_of(dtype, shape):
             raise self._broken(f"{name} has {stop - start} bytes for {dtype} {list(shape)}")

@@ -66,6 +66,8 @@ class CheckpointReader:
         """Read the headers; data is read by `read`."""
         self.folder = folder
         self.files = self._open()
+        if not any(file.entries for file in self.files):
+            raise ValueError(f"{', '.join(str(file.path) for file in self.files)} holds no tensor")
         self._file_of = {name: file for file in self.files for name in file.entries}
         self._experts = {
             alias: part
@@ -88,8 +90,13 @@ class CheckpointReader:
             promised: dict[str, set[str]] = {}
             for name, file in stored.items():
                 promised.setdefault(file, set()).add(name)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
+        if not stored:
+            raise ValueError(f"{index}: weight_map is empty, so there is no tensor")
+        wrong = [file for file in promised if not isinstance(file, str)]
+        if wrong:
+            raise ValueError(f"{index}: weight_map has {wrong[0]!r} for {some(promised[wrong[0]])}, which is no file name")
         return tuple(self._open_listed(file, names) for file, names in sorted(promised.items()))
 
     def _open_listed(self, name: str, promised: set[str]) -> SafetensorsFile:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from models.config_keys import integer, layers_without_experts, linear_layers, rope
+from models.config_keys import integer, layers_without_experts, linear_layers, number, rope
 from models.families import FAMILIES, Family, templates
 from models.hf_io import INDEX, SINGLE, CheckpointReader
 from models.spec import DeltaNetSpec, ModelSpec, MoeSpec
 from models.weight_map import Rule, expand
 
+DEFAULT_NORM_EPS = 1e-6
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,6 +38,17 @@ def carried_names(architecture: str, names: Iterable[str]) -> frozenset[str]:
     return frozenset(name for name in names if any(pattern.match(name) for pattern in patterns))
 
 
+def load_config(path: Path) -> dict[str, Any]:
+    """What a config.json says. ValueError naming the file when it is not a JSON object."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds {type(config).__name__}, not a JSON object with a model's settings")
+    return config
+
+
 def read_spec(folder: Path) -> ModelSpec:
     """Spec of the Hugging Face checkpoint in `folder` (a folder without weights will do).
 
@@ -45,10 +57,7 @@ def read_spec(folder: Path) -> ModelSpec:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: a Hugging Face checkpoint folder has a config.json")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    config = load_config(path)
     try:
         spec = spec_from_config(config)
     except ValueError as error:
@@ -86,7 +95,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         head_dim=head_dim,
         vocab_size=integer(text, "vocab_size"),
         max_positions=integer(text, "max_position_embeddings"),
-        norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        norm_eps=number({"rms_norm_eps": DEFAULT_NORM_EPS, **text}, "rms_norm_eps"),
         rope=rope(text, head_dim, family.rotary_fraction),
         tied_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         qk_norm=family.qk_norm,
@@ -104,8 +113,8 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
 
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or []
-    known = [name for name in names if name in FAMILIES]
-    if len(names) != 1 or not known:
+    known = [name for name in names if isinstance(name, str) and name in FAMILIES] if isinstance(names, list) else []
+    if not known or len(names) != 1:
         raise ValueError(f"architectures = {names} is not supported; known: {', '.join(known_architectures())}")
     return known[0]
 

@@ -19,6 +19,7 @@ from mcore_rl.config.validate_model import model_spec, model_tokenizer, validate
 from mcore_rl.data.band_task import BandTask
 from mcore_rl.data.build import BuiltTask, build_task
 from mcore_rl.data_gate import gate_band
+from mcore_rl.probe_file import check_same_prompts, read_probe
 from mcore_rl.rewards.user_reward import UserReward
 from mcore_rl.rollout.sleep import check_level
 from mcore_rl.types import Prompt
@@ -85,7 +86,7 @@ def validate_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, stage: 
         gate_band(task.band, config.data_gate)
     prompts = task.prompts(0, 16) + task.eval_prompts("test", config.eval.prompts) + _gate_prompts(config, task, stage)
     if stage == "probe":
-        prompts += task.probe_prompts(0, config.data_gate.prompts)
+        prompts += _probed(config, task)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     require(
         longest <= limit,
@@ -93,6 +94,14 @@ def validate_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, stage: 
         f"the longest prompt has {longest} tokens and rollout.max_tokens={rollout.max_tokens} follow; "
         f"at least {longest + rollout.max_tokens} are needed",
     )
+
+
+def _probed(config: RunConfig, task: BuiltTask) -> list[Prompt]:
+    """The prompts of the probe. ValueError when those of data_gate.append_to are not the first of them."""
+    prompts, path = task.probe_prompts(0, config.data_gate.prompts), config.data_gate.append_to
+    if path is not None:
+        check_same_prompts(path, read_probe(path)[1], prompts)
+    return prompts
 
 
 def _gate_prompts(config: RunConfig, task: BuiltTask, stage: str) -> list[Prompt]:

@@ -1,15 +1,15 @@
-"""What can be wrong with a configuration by itself: no model, no file, no device is looked at."""
+"""What can be wrong with a configuration by itself: no model and no device is looked at, and no file but rollout.url_file."""
 
 from __future__ import annotations
 
 import math
 import re
-from urllib.parse import urlsplit
+from pathlib import Path
 
 from mcore_rl.config.requirement import at_least, positive, require
 from mcore_rl.config.schema import DType, EngineKind, OptimizerConfig, Placement, ReplaySource, RouterMode, RunConfig
 from mcore_rl.config.validate_reward import validate_data_gate, validate_reward, validate_task_fields
-from mcore_rl.rollout.addresses import check_url
+from mcore_rl.rollout.addresses import check_urls, read_url_file
 
 MAX_HELD_OUT_PROMPTS = 100_000
 WANDB_MODES = ("offline", "online", "disabled")
@@ -89,13 +89,10 @@ def _rollout(config: RunConfig) -> None:
     require(not (owned and rollout.url), f"rollout.url={rollout.url}", "is read with rollout.placement=url only")
     require(not (owned and by_file), f"rollout.url_file={rollout.url_file}", "is read with rollout.placement=url only")
     require(not (by_file and rollout.url), f"rollout.url={rollout.url}", "rollout.url_file lists the servers")
-    require(len(set(rollout.url)) == len(rollout.url), f"rollout.url={rollout.url}", "the same address stands there twice")
     require(owned or rollout.engines == 1, f"rollout.engines={rollout.engines}", "is read with rollout.placement=owned only")
-    for url in rollout.url:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname)
-        require(good, f"rollout.url={url}", "an address like http://127.0.0.1:8000 is needed")
-        check_url(f"rollout.url={url}", url)
+    check_urls([(f"rollout.url={url}", url) for url in rollout.url])
+    if rollout.url_file is not None:
+        read_url_file(Path(rollout.url_file))
     at_least(0, [("rollout.max_engine_restarts", rollout.max_engine_restarts)])
     sizes = [
         ("engines", rollout.engines),

@@ -5,14 +5,16 @@ First line: the conditions (`Band`). Then one line per prompt: question, answer,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.telemetry.jsonl import dump_line, read_rows
+from mcore_rl.data.records import read_record
+from mcore_rl.telemetry.jsonl import dump_line, read_texts
 
 BAND_FORMAT = 1
+FIRST_ROW_LINE = 2
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,16 @@ class Band:
     rows: tuple[BandRow, ...]
 
 
+@dataclass(frozen=True)
+class _Numbers:
+    """The numbers of the first line."""
+
+    low: float
+    high: float
+    probed: int
+    mixed: int
+
+
 def write_band(path: Path, band: Band) -> None:
     """Write the file beside and rename it, so that a reader never sees half of it."""
     head = {"format": BAND_FORMAT, "conditions": asdict(band.conditions), "low": band.low, "high": band.high}
@@ -66,25 +78,45 @@ def write_band(path: Path, band: Band) -> None:
 
 
 def read_band(path: Path) -> Band:
-    """The band of a file. ValueError naming the file and what is missing, cut off or not of this format."""
-    if not path.is_file():
-        raise ValueError(f"task.band_file={path}: no such file; mcore-rl probe writes one")
-    lines = read_rows(path)
+    """The band of a file. ValueError naming the file, the line and what is missing, cut off or not of this format."""
+    key = f"task.band_file={path}"
+    lines = stored_lines(path, key, "mcore-rl probe writes one")
     head, rows = (lines[0], lines[1:]) if lines else ({}, [])
     if head.get("format") != BAND_FORMAT:
-        raise ValueError(f"task.band_file={path}: not a band file of format {BAND_FORMAT} (its first line has the conditions)")
+        raise ValueError(f"{key}: not a band file of format {BAND_FORMAT} (its first line has the conditions)")
     if head.get("in_band") != len(rows):
-        raise ValueError(f"task.band_file={path}: {len(rows)} rows where its first line counts {head.get('in_band')}")
+        raise ValueError(f"{key}: {len(rows)} rows where its first line counts {head.get('in_band')}")
+    conditions = read_record(Conditions, head.get("conditions"), f"{key}, line 1: key 'conditions'")
+    numbers = {field.name: head[field.name] for field in fields(_Numbers) if field.name in head}
+    said = read_record(_Numbers, numbers, f"{key}, line 1")
+    found = tuple(read_record(BandRow, row, f"{key}, line {number}") for number, row in enumerate(rows, start=FIRST_ROW_LINE))
+    band = Band(conditions, said.low, said.high, said.probed, said.mixed, found)
+    _check_rows(band, key)
+    return band
+
+
+def stored_lines(path: Path, key: str, hint: str) -> list[dict[str, Any]]:
+    """Rows of a file that a probe wrote. ValueError naming `key` when it is not there or not readable; `hint` helps."""
     try:
-        found = tuple(BandRow(**row) for row in rows)
-        return Band(read_conditions(head["conditions"]), head["low"], head["high"], head["probed"], head["mixed"], found)
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"task.band_file={path}: {error}") from error
+        if not path.is_file():
+            raise ValueError(f"{key}: no such file; {hint}")
+        return read_texts(path)
+    except OSError as error:
+        raise ValueError(f"{key}: cannot be read: {error.strerror or error}") from error
 
 
-def read_conditions(record: Mapping[str, Any]) -> Conditions:
-    """Conditions as they were written. TypeError for a field too many or too few."""
-    return Conditions(**record)
+def _check_rows(band: Band, key: str) -> None:
+    """ValueError naming the first row that is there twice, or whose pass rate is impossible or outside the band."""
+    lines: dict[str, int] = {}
+    for number, row in enumerate(band.rows, start=FIRST_ROW_LINE):
+        where = f"{key}, line {number}"
+        if not (row.samples > 0 and 0 <= row.correct <= row.samples):
+            raise ValueError(f"{where}: {row.correct} correct of {row.samples} samples cannot be")
+        if not band.low <= row.correct / row.samples <= band.high:
+            raise ValueError(f"{where}: {row.correct} of {row.samples} correct is outside the band {band.low} to {band.high}")
+        first = lines.setdefault(row.question, number)
+        if first != number:
+            raise ValueError(f"{where}: question {row.question!r} is in line {first} already")
 
 
 def different_conditions(one: Conditions, other: Conditions, *, ignore: Sequence[str] = ()) -> str | None:

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.data.band_file import Band, BandRow, Conditions
+from mcore_rl.data.band_file import FIRST_ROW_LINE, Band, BandRow, Conditions
 from mcore_rl.data.file_task import FileTask, shuffled_order
 from mcore_rl.data.procedural import ProceduralTask
 from mcore_rl.data.render import Renderer
@@ -24,17 +24,27 @@ class BandTask:
     base: FileTask | ProceduralTask
     band: Band
     seed: int
+    source: str = "task.band_file"
 
     def __post_init__(self) -> None:
-        """ValueError when the band is empty or holds a question that is not one of the task's training questions."""
+        """ValueError when the band is empty, holds a question that is not one of the task's training questions, or
+        another answer to one. source: the setting that is named then.
+        """
         if not self.band.rows:
-            raise ValueError(f"task.band_file: none of its {self.band.probed} probed prompts is in the band")
-        foreign = [row.question for row in self.band.rows if not self.base.trains_on(row.question)]
+            raise ValueError(f"{self.source}: none of its {self.band.probed} probed prompts is in the band")
+        answers = [self.base.training_answer(row.question) for row in self.band.rows]
+        foreign = [row.question for row, answer in zip(self.band.rows, answers, strict=True) if answer is None]
         if foreign:
             raise ValueError(
-                f"task.band_file: {len(foreign)} of its questions are not training questions of this task (held out, or of "
+                f"{self.source}: {len(foreign)} of its questions are not training questions of this task (held out, or of "
                 f"other data), for example {foreign[0]!r}"
             )
+        for line, (row, answer) in enumerate(zip(self.band.rows, answers, strict=True), start=FIRST_ROW_LINE):
+            if row.answer != answer:
+                raise ValueError(
+                    f"{self.source}, line {line}: the answer to {row.question!r} is {row.answer!r} there and {answer!r} "
+                    "in this task; probe again"
+                )
 
     @property
     def grader(self) -> Grader:

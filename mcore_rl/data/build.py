@@ -64,7 +64,7 @@ def _banded(config: TaskConfig, base: ProceduralTask | FileTask, *, seed: int) -
     difference = different_conditions(band.conditions, task_conditions(config.kind.value, base), ignore=FREE_IN_TRAINING)
     if difference is not None:
         raise ValueError(f"task.band_file={config.band_file}: its pass rates are not of this task: {difference}")
-    return BandTask(base, band, seed)
+    return BandTask(base, band, seed, f"task.band_file={config.band_file}")
 
 
 def _composition(reward: RewardConfig | None) -> Composition:

@@ -7,6 +7,7 @@ Every question has a solution, because it is made from one.
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -16,6 +17,8 @@ from mcore_rl.types import Prompt
 
 SYMBOLS = dict(zip("+-*/", OPERATORS.values(), strict=True))
 MAX_TARGET = 999
+MAX_COUNT = 8
+QUESTION = re.compile(r"[1-9][0-9]{0,3}( [1-9][0-9]{0,3})* = (0|[1-9][0-9]{0,2})")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ class Countdown:
         """ValueError on impossible difficulty."""
         if self.count < 2 or self.max_number < 2:
             raise ValueError(f"task.numbers={self.count}, task.max_number={self.max_number}: both must be at least 2")
+        if self.count > MAX_COUNT or self.max_number > MAX_TARGET:
+            raise ValueError(
+                f"task.numbers={self.count}, task.max_number={self.max_number}: at most {MAX_COUNT} and {MAX_TARGET}; "
+                "beyond that hardly any random combination stays in 0..999, and questions cannot be drawn"
+            )
 
     def draw(self, rng: random.Random) -> Problem:
         """One question with an integer target in 0..999, made by combining random pairs until one value is left."""
@@ -39,6 +47,17 @@ class Countdown:
                 value, expression, steps = made
                 question = f"{' '.join(map(str, numbers))} = {value}"
                 return Problem(question, str(value), " ".join(steps), expression)
+
+    def answer(self, question: str) -> str | None:
+        """The target of a question with so many numbers in 1..max_number; None for any other text.
+
+        Whether the target can be reached is not looked at.
+        """
+        if not QUESTION.fullmatch(question):
+            return None
+        numbers, target = parse_question(question)
+        fits = len(numbers) == self.count and all(1 <= number <= self.max_number for number in numbers)
+        return str(target) if fits and target <= MAX_TARGET else None
 
     def equal(self, extracted: str, prompt: Prompt) -> bool:
         """The expression reaches the target and uses each number exactly once."""

@@ -115,13 +115,13 @@ class FileTask:
         """What was written, without the stop token."""
         return self.renderer.read(completion)[0]
 
-    def trains_on(self, question: str) -> bool:
-        """Whether `question` is a training question of this task."""
-        return question in self._training_questions
+    def training_answer(self, question: str) -> str | None:
+        """The reference answer of a training question of this task; None for any other text."""
+        return self._training_answers.get(question)
 
     @cached_property
-    def _training_questions(self) -> frozenset[str]:
-        return frozenset(problem.question for problem in self.kept["train"])
+    def _training_answers(self) -> dict[str, str]:
+        return {problem.question: problem.answer for problem in self.kept["train"]}
 
     def _at(self, stream: str, position: int) -> Problem:
         """The training problem at a position of the endless shuffled stream."""

@@ -18,10 +18,14 @@ DRAWS_WITHOUT_A_NEW_QUESTION = 3_000
 
 
 class Generator(Protocol):
-    """Draws one problem."""
+    """Draws problems and knows its own."""
 
     def draw(self, rng: random.Random) -> Problem:
         """A problem from this source of randomness alone."""
+        ...
+
+    def answer(self, question: str) -> str | None:
+        """Reference answer of a question that it may draw; None for any other text."""
         ...
 
 
@@ -96,9 +100,9 @@ class ProceduralTask:
         """What was written, without the stop token."""
         return self.renderer.read(completion)[0]
 
-    def trains_on(self, question: str) -> bool:
-        """Whether `question` may be drawn for training: a question of this generator whose hash is not held out."""
-        return split_of(question) == "train"
+    def training_answer(self, question: str) -> str | None:
+        """The answer of a question that may be drawn for training; None for any other text, held-out questions too."""
+        return self.generator.answer(question) if split_of(question) == "train" else None
 
     def facts(self) -> dict[str, Any]:
         """For the manifest: questions are drawn, none is dropped."""

@@ -16,7 +16,7 @@ _UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 NUMBER = re.compile(rf"([+-]?)(?:\\?\$)?\s*({_UNSIGNED})\.?")
 RATIO = re.compile(r"([+-]?)\s*(\d+)\s*/\s*(\d+)")
 FRAC = re.compile(r"([+-]?)\s*\\[dt]?frac\{(\d+)\}\{(\d+)\}")
-GSM8K_ANSWER = re.compile(r"####[ \t]*(-?[\d,]*\.?\d+)\s*\Z")
+GSM8K_ANSWER = re.compile(rf"####[ \t]*(-?(?:{_UNSIGNED}))\s*\Z")
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -48,7 +48,7 @@ def same_value(candidate: str, reference: str, judge: MathJudge) -> bool:
 def parse_gsm8k_answer(answer: str) -> str:
     """Reference value of a GSM8K answer: the number after the closing `####`, commas removed (Cobbe et al. 2110.14168).
 
-    ValueError when the answer does not end in `#### n`.
+    ValueError when the answer does not end in `#### n`, or n has commas that do not separate thousands.
     """
     match = GSM8K_ANSWER.search(answer)
     if match is None or answer.count("####") != 1:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
+import re
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 KEY_VARIABLE = "MCORE_RL_ENGINE_KEY"
 GUARD = "mcore_rl.rollout.addresses.KeyGuard"
 _OPEN_PATHS = ("/health",)
+_NEEDED = "an address like http://127.0.0.1:8000 is needed"
+_PORTS = {"http": 80, "https": 443}
 
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -44,8 +48,66 @@ def check_address(setting: str, host: str) -> None:
 
 
 def check_url(setting: str, url: str) -> None:
-    """As check_address, for http://host:port."""
-    check_address(setting, urlsplit(url).hostname or "")
+    """ValueError naming the setting when `url` is no http://host:port, or neither loopback nor behind a key."""
+    host, _, _ = _server(setting, url)
+    check_address(setting, host)
+
+
+def check_urls(settings: Sequence[tuple[str, str]]) -> None:
+    """As check_url for every (setting, url); ValueError also where two of them name the same server."""
+    known: dict[tuple[str, int, str], str] = {}
+    for setting, url in settings:
+        host, port, path = _server(setting, url)
+        server = ("127.0.0.1" if host == "localhost" else host, port, path)
+        if server in known:
+            raise ValueError(f"{setting}: the same server stands there twice, first as {known[server]}")
+        known[server] = url
+    for setting, url in settings:
+        check_url(setting, url)
+
+
+def read_url_file(path: Path) -> list[str]:
+    """One address a line; blank lines and # comments are skipped. ValueError naming the line and what is wrong."""
+    setting = f"rollout.url_file={path}"
+    try:
+        if not path.is_file():
+            raise ValueError(f"{setting}: {'is no file' if path.exists() else 'no such file'}")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # editors of some systems put a mark in front
+    except OSError as failure:
+        raise ValueError(f"{setting}: cannot be read: {failure.strerror}") from failure
+    except UnicodeDecodeError as failure:
+        raise ValueError(f"{setting}: is no UTF-8 text (byte {failure.start}): {_NEEDED} on every line") from failure
+    plain = [(number, line.split("#", 1)[0].strip().rstrip("/")) for number, line in enumerate(lines, start=1)]
+    named = [(f"{setting}:{number}: {url}", url) for number, url in plain if url]
+    if not named:
+        raise ValueError(f"{setting}: names no address; one http://host:port a line is needed")
+    check_urls(named)
+    return [url for _, url in named]
+
+
+def _server(setting: str, url: str) -> tuple[str, int, str]:
+    """Host, port and path. ValueError for what an HTTP client could not use either."""
+    if any(mark.isspace() or not mark.isprintable() for mark in url):
+        raise ValueError(f"{setting}: {_NEEDED}, one by itself and without spaces")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as failure:
+        raise ValueError(f"{setting}: {_NEEDED} ({failure})") from failure
+    host = parts.hostname or ""
+    if parts.scheme not in _PORTS or not _is_host(host) or port == 0 or parts.query or parts.fragment:
+        raise ValueError(f"{setting}: {_NEEDED}")
+    return host, port or _PORTS[parts.scheme], parts.path.rstrip("/")
+
+
+def _is_host(host: str) -> bool:
+    if re.fullmatch(r"[A-Za-z0-9._-]+", host) and not re.fullmatch(r"[0-9.]+", host):
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def key_headers() -> dict[str, str]:

@@ -177,7 +177,7 @@ class Fleet(EndpointGroup[VllmEngine]):
 
     def _follow(self) -> list[str]:
         """Seats as the supply has places now."""
-        wanted, lines = self._supply.places(), []
+        wanted, lines = self._supply.places(), self._supply.complaints()
         for seat in [seat for seat in self._seats if seat.place not in wanted]:
             seat.engine.close()
             self._seats.remove(seat)

@@ -15,6 +15,7 @@ from mcore_rl.errors import EngineRefused
 from mcore_rl.types import Completion, Prompt, SamplingParams
 
 _FINISH_REASONS = ("stop", "length")
+_ROUNDING_NATS = 1e-3  # a log-softmax in float32 over large logits may end a little above 0
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -70,11 +71,21 @@ def top_sampling(count: int) -> dict[str, Any]:
     return {**score_sampling(), "prompt_logprobs": count}
 
 
-def completion_of(prompt: Prompt, index: int, output: Mapping[str, Any], *, version: int, where: str) -> Completion:
+def completion_of(
+    prompt: Prompt, index: int, output: Mapping[str, Any], *, max_tokens: int, version: int, where: str
+) -> Completion:
     """An engine's output as the answer `index` of `prompt`. EngineRefused when it is no complete answer; where: for messages."""
     token_ids, logprobs = tuple(output["token_ids"]), tuple(output["logprobs"])
     if not token_ids or len(token_ids) != len(logprobs):
         raise EngineRefused(f"{where}: {len(token_ids)} tokens with {len(logprobs)} log-probs")
+    if len(token_ids) > max_tokens:
+        raise EngineRefused(f"{where}: token_ids has {len(token_ids)} tokens, max_tokens={max_tokens} were asked")
+    for at, token in enumerate(token_ids):
+        if type(token) is not int or token < 0:  # a bool is an int too
+            raise EngineRefused(f"{where}: token_ids[{at}]={token!r} is no token id; an integer of at least 0 is needed")
+    for at, logprob in enumerate(logprobs):
+        if type(logprob) not in (int, float) or not -math.inf < logprob <= _ROUNDING_NATS:
+            raise EngineRefused(f"{where}: logprobs[{at}]={logprob!r} is no log-prob; a finite number of at most 0 is needed")
     reason, ids = output["finish_reason"], prompt.token_ids
     if reason not in _FINISH_REASONS:
         raise EngineRefused(f"{where} ended with {reason!r}; only {_FINISH_REASONS} are complete answers")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from mcore_rl.rollout.addresses import read_url_file
 from mcore_rl.rollout.vllm_engine import VllmEngine
 from mcore_rl.types import EngineDied
 
@@ -20,6 +20,10 @@ class EngineSupply(Protocol):
 
     def places(self) -> Sequence[str]:
         """The places there should be an engine at now."""
+        ...
+
+    def complaints(self) -> list[str]:
+        """What the last `places` could not use, and so kept the places of before; each is said once."""
         ...
 
     def open(self, place: str) -> VllmEngine:
@@ -51,6 +55,10 @@ class OwnedSupply:
         """0, 1, ..."""
         return [str(index) for index in range(self._count)]
 
+    def complaints(self) -> list[str]:
+        """None: nobody can write a wrong number."""
+        return []
+
     def open(self, place: str) -> VllmEngine:
         """Start a child."""
         return self._start(int(place))
@@ -78,17 +86,38 @@ class UrlSupply:
         self._urls = list(urls)
         self._file = url_file
         self._wait_s = wait_s
+        self._problem = ""
+        self._untold = False
 
     def places(self) -> Sequence[str]:
-        """The addresses of now. ValueError when the file names none, or one twice, and goes on doing so."""
+        """The addresses of now; those of before while the file is wrong. ValueError when it is so from the beginning."""
         if self._file is None:
             return self._urls
+        try:
+            self._urls, self._problem = self._read(self._file), ""
+        except ValueError as failure:
+            if not self._urls:
+                raise
+            if str(failure) != self._problem:
+                self._problem, self._untold = str(failure), True
+        return self._urls
+
+    def complaints(self) -> list[str]:
+        """What is wrong with the file, once."""
+        told = self._problem and self._untold
+        self._untold = False
+        return [f"{self._problem}; the addresses of before stay in force: {', '.join(self._urls)}"] if told else []
+
+    def _read(self, file: Path) -> list[str]:
+        """Read again for a moment when it is wrong: it may be in the middle of being written."""
         deadline = time.monotonic() + _WRITING_S
-        while time.monotonic() < deadline:
-            with suppress(ValueError):  # it may be in the middle of being written
-                return read_url_file(self._file)
+        while True:
+            try:
+                return read_url_file(file)
+            except ValueError as failure:
+                if str(failure) == self._problem or time.monotonic() >= deadline:
+                    raise
             time.sleep(_WRITING_S / 10)
-        return read_url_file(self._file)
 
     def open(self, place: str) -> VllmEngine:
         """A link to the server; nothing is asked of it yet."""
@@ -121,16 +150,3 @@ class UrlSupply:
     def advice(self) -> str:
         """Where to write a new address, or where to start the server again."""
         return "start it again at its address" if self._file is None else f"write the address of another into {self._file}"
-
-
-def read_url_file(path: Path) -> list[str]:
-    """One address a line; blank lines and # comments are skipped. ValueError naming what is wrong."""
-    if not path.is_file():
-        raise ValueError(f"rollout.url_file={path}: no such file")
-    lines = [line.split("#", 1)[0].strip().rstrip("/") for line in path.read_text(encoding="utf-8").splitlines()]
-    urls = [line for line in lines if line]
-    if not urls:
-        raise ValueError(f"rollout.url_file={path}: names no address; one http://host:port a line is needed")
-    if len(set(urls)) != len(urls):
-        raise ValueError(f"rollout.url_file={path}: the same address stands there twice: {urls}")
-    return urls

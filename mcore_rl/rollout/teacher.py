@@ -37,8 +37,11 @@ class Teacher:
         """samples_per_prompt completions per prompt, in (prompt, sample) order, of version TEACHER_VERSION."""
         outputs = self.link.generate(generation_requests(prompts, sampling, self._max_model_len))
         owners = [(prompt, index) for prompt in prompts for index in range(sampling.samples_per_prompt)]
+        most, version = sampling.max_tokens, TEACHER_VERSION
         return [
-            completion_of(prompt, index, output, version=TEACHER_VERSION, where=f"{self.name}: {prompt.prompt_id}/{index}")
+            completion_of(
+                prompt, index, output, max_tokens=most, version=version, where=f"{self.name}: {prompt.prompt_id}/{index}"
+            )
             for (prompt, index), output in zip(owners, outputs, strict=True)
         ]
 

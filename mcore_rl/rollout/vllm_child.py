@@ -18,6 +18,18 @@ from typing import Any
 
 from mcore_rl.rollout.lifeline import become_root, die_with_parent
 
+REFUSALS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What vLLM and the extension say no with. Anything stranger ends the process."""
+
 
 class Engine:
     """The operations the parent may ask for; arguments and results are JSON."""
@@ -138,19 +150,10 @@ def serve(pipe: Connection, engine: Engine) -> None:
 
 
 def _answer(engine: Engine, message: dict[str, Any]) -> dict[str, Any]:
-    """The result, or what was refused and why. Anything stranger ends the process, which the parent reports as a death."""
+    """The result, or what was refused and why. What is no refusal ends the process, which the parent reports as a death."""
     try:
         return {"result": vars(Engine)[message["op"]](engine, *message["args"])}
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        OSError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as failure:
+    except REFUSALS as failure:
         traceback.print_exc()
         return {"error": str(failure), "kind": type(failure).__name__}
 

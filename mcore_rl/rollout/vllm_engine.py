@@ -56,7 +56,10 @@ class VllmEngine:
             raise StaleRollout(f"{self.name} holds no proved weights: a complete weight sync must come first")
         outputs = self._generated(requests)
         owners = [(prompt, index) for prompt in prompts for index in range(sampling.samples_per_prompt)]
-        return [self._completion(prompt, index, output) for (prompt, index), output in zip(owners, outputs, strict=True)]
+        return [
+            self._completion(prompt, index, output, sampling.max_tokens)
+            for (prompt, index), output in zip(owners, outputs, strict=True)
+        ]
 
     def _generated(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The link's outputs, with the routes of each where they are read."""
@@ -131,7 +134,11 @@ class VllmEngine:
         """Open an update. From here until `commit` the engine has no version."""
         self._version = None
         self.link.set_version(UNPROVED)
-        self._native("start", {})
+        # vLLM raises for a second start, and an exception costs workers their answers: vllm_transfer.
+        if any(outcome.get("active") for outcome in self._ask("mcore_outcome", ["start"])):
+            self._ask("mcore_abort", [])
+        if not all(outcome.get("active") for outcome in self._native("start", {})):
+            raise WeightMismatch(f"{self.name}: no update is open: start_weight_update must be called before update_weights")
 
     def load(self, slot: int, tensors: list[list[Any]]) -> None:
         """One bucket: (name, dtype, shape, offset, wire digest) per tensor in `slot`. WeightMismatch naming a bad one."""
@@ -176,19 +183,32 @@ class VllmEngine:
         self._cycle.proved()
         self._version = version
 
-    def _completion(self, prompt: Prompt, index: int, output: dict[str, Any]) -> Completion:
+    def _completion(self, prompt: Prompt, index: int, output: dict[str, Any], max_tokens: int) -> Completion:
         where = f"{self.name}: completion {prompt.prompt_id}/{index}"
         if output["versions"] != [str(self._version)]:
             self.same_process()
             raise StaleRollout(f"{where} was sampled with weights {output['versions']}, version {self._version} was proved")
-        return completion_of(prompt, index, output, version=int(output["versions"][0]), where=where)
+        version = int(output["versions"][0])
+        return completion_of(prompt, index, output, max_tokens=max_tokens, version=version, where=where)
 
-    def _native(self, step: str, payload: dict[str, Any]) -> None:
+    def _native(self, step: str, payload: dict[str, Any]) -> list[Any]:
+        """What became of the step, per worker. WeightMismatch when one refused it."""
         try:
             self.link.native(step, payload)
-        except EngineRefused as failure:
-            reasons = [status["error"] for status in self._ask("mcore_status", []) if status["error"]]
-            raise WeightMismatch(f"{self.name}: {reasons[0] if reasons else failure}") from failure
+        except EngineRefused as failure:  # by vLLM itself
+            raise WeightMismatch(str(failure)) from failure
+        outcomes = self._ask("mcore_outcome", [step])
+        self._heard(WeightMismatch, [outcome.get("error", f"it says {outcome} of '{step}'") for outcome in outcomes])
+        return outcomes
 
     def _ask(self, method: str, args: list[Any]) -> list[Any]:
-        return self.link.rpc(method, args)
+        answers = self.link.rpc(method, args)
+        self._heard(EngineRefused, [answer.get("mcore_refused", "") for answer in answers])
+        return answers
+
+    def _heard(self, kind: type[Exception], reasons: list[str]) -> None:
+        """The first worker's reason that there is, raised."""
+        for worker, reason in enumerate(reasons):
+            if reason:
+                where = f"{self.name}: worker {worker} of {len(reasons)}" if len(reasons) > 1 else self.name
+                raise kind(f"{where}: {reason}")

@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,63 @@ _POLL_S = 0.2
 _CLOSE_S = 10.0
 _PING_S = 30.0
 _EXIT_S = 5.0
+_NOW_S = 0.001
+_LONG = -1
+_LONGEST = 2**31 - 1
+
+
+class Pipe:
+    """Our end of the child's multiprocessing.connection. Nothing outlasts its deadline (TimeoutError), wherever the child
+    stops: a Connection would block in the middle of a message. EOFError when the child has ended.
+    """
+
+    def __init__(self, end: socket.socket, ended: Callable[[], bool]) -> None:
+        """ended: whether the child has; what it started may hold the other end open."""
+        self._end = end
+        self._ended = ended
+
+    def send(self, message: bytes, deadline: float) -> None:
+        """One message. deadline: as time.monotonic has it."""
+        size = len(message)
+        header = struct.pack("!i", size) if size <= _LONGEST else struct.pack("!iQ", _LONG, size)
+        rest = memoryview(header + message)
+        while rest:
+            rest = rest[self._step(self._end.send, rest, deadline) :]
+
+    def receive(self, deadline: float) -> bytearray:
+        """One message."""
+        (size,) = struct.unpack("!i", self._take(4, deadline))
+        if size == _LONG:
+            (size,) = struct.unpack("!Q", self._take(8, deadline))
+        return self._take(size, deadline)
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._end.close()
+
+    def _take(self, size: int, deadline: float) -> bytearray:
+        found = bytearray(size)
+        rest = memoryview(found)
+        while rest:
+            count = self._step(self._end.recv_into, rest, deadline)
+            if not count:
+                raise EOFError
+            rest = rest[count:]
+        return found
+
+    def _step(self, move: Callable[[memoryview], int], data: memoryview, deadline: float) -> int:
+        ended = False
+        while True:
+            left = deadline - time.monotonic()
+            self._end.settimeout(max(min(left, _POLL_S), _NOW_S))
+            try:
+                return move(data)
+            except TimeoutError:
+                if ended:
+                    raise EOFError from None
+                if left <= 0:
+                    raise
+                ended = self._ended()  # it may have spoken just before: only the next silence counts
 
 
 class OwnedLink:
@@ -57,7 +114,7 @@ class OwnedLink:
                 start_new_session=True,
             )
         self._started = time.monotonic()
-        self._pipe = Connection(ours.detach())
+        self._pipe = Pipe(ours, lambda: self._process.poll() is not None)
         atexit.register(self.close)
 
     @property
@@ -69,7 +126,9 @@ class OwnedLink:
         """Block until the engine answers. EngineDied when it dies or is not up within the start-up limit."""
         if self.start_s is None:
             left = self._start_timeout_s - (time.monotonic() - self._started)
-            self._result("start", self._receive("start", max(left, 0.0)))
+            with self._limited("start", max(left, 0.0)) as deadline:
+                answer = json.loads(self._pipe.receive(deadline))
+            self._result("start", answer)
             self.start_s = time.monotonic() - self._started
 
     def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -115,23 +174,22 @@ class OwnedLink:
     def health(self) -> None:
         """EngineDied when the child is gone or does not answer."""
         self.wait_ready()
-        self._send("ping", ())
-        self._result("ping", self._receive("ping", _PING_S))
+        self._ask("ping", (), _PING_S)
 
     def close(self) -> None:
         """End the child and everything it started; safe to call twice."""
         atexit.unregister(self.close)
         if self._process.poll() is None:
-            if not self._pipe.closed and self.start_s is not None:
+            if self.start_s is not None:
                 self._say_close()
             self._kill()
         self._pipe.close()
 
     def _say_close(self) -> None:
         try:
-            self._pipe.send_bytes(json.dumps({"op": "close", "args": []}).encode())
+            self._pipe.send(_message("close", ()), time.monotonic() + _CLOSE_S)
             self._process.wait(_CLOSE_S)
-        except (OSError, subprocess.TimeoutExpired):
+        except (EOFError, OSError, subprocess.TimeoutExpired):
             return
 
     def _kill(self) -> None:
@@ -141,24 +199,24 @@ class OwnedLink:
 
     def _call(self, op: str, *args: Any) -> Any:
         self.wait_ready()
-        self._send(op, args)
-        return self._result(op, self._receive(op, self._request_timeout_s))
+        return self._ask(op, args, self._request_timeout_s)
 
-    def _send(self, op: str, args: tuple[Any, ...]) -> None:
-        try:
-            self._pipe.send_bytes(json.dumps({"op": op, "args": args}).encode())
-        except OSError as failure:
-            raise self._died(op) from failure
+    def _ask(self, op: str, args: tuple[Any, ...], limit_s: float) -> Any:
+        with self._limited(op, limit_s) as deadline:
+            self._pipe.send(_message(op, args), deadline)
+            answer = json.loads(self._pipe.receive(deadline))
+        return self._result(op, answer)
 
-    def _receive(self, op: str, limit_s: float) -> dict[str, Any]:
-        deadline = time.monotonic() + limit_s
+    @contextmanager
+    def _limited(self, op: str, limit_s: float) -> Iterator[float]:
+        """The deadline of an exchange; EngineDied whatever ends it early, and the child with it."""
         try:
-            while not self._pipe.poll(_POLL_S):
-                if self._process.poll() is not None and not self._pipe.poll(0):
-                    raise self._died(op)
-                if time.monotonic() > deadline:
-                    raise self._stuck(op, limit_s)
-            return json.loads(self._pipe.recv_bytes())
+            yield time.monotonic() + limit_s
+        except TimeoutError as failure:
+            self._kill()
+            raise EngineDied(
+                f"rollout engine {self.name} did not answer '{op}' within {limit_s:.0f} s and was stopped"
+            ) from failure
         except (EOFError, OSError) as failure:
             raise self._died(op) from failure
         except json.JSONDecodeError as failure:
@@ -178,10 +236,10 @@ class OwnedLink:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return EngineDied(f"rollout engine {self.name} died during '{op}': {how}; last line: {self._last_line()}")
 
-    def _stuck(self, op: str, limit_s: float) -> EngineDied:
-        self._kill()
-        return EngineDied(f"rollout engine {self.name} did not answer '{op}' within {limit_s:.0f} s and was stopped")
-
     def _last_line(self) -> str:
         lines = self.log_path.read_text(encoding="utf-8", errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "(log is empty)")[-300:]
+
+
+def _message(op: str, args: tuple[Any, ...]) -> bytes:
+    return json.dumps({"op": op, "args": args}).encode()

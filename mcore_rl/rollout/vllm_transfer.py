@@ -2,11 +2,16 @@
 
 Registered with vLLM's own factory when this module is imported (the worker extension does that in every worker), so
 the lifecycle is vLLM's: init once; start, update per bucket, finish. Runs inside vLLM's process.
+
+Nothing here raises a refusal through vLLM: of several workers it hears out those before the first that failed, and takes
+the others' answers for those to its next call, for ever. A refusal is kept for `mcore_outcome`, which the trainer asks of
+every worker after each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +28,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
+from mcore_rl.rollout.vllm_child import REFUSALS
 from mcore_rl.rollout.vllm_cpu_patches import (
     check_version,
     drop_partial_reload,
@@ -72,7 +78,9 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     supports_draft_weight_update = False
 
     received = Received()
+    init_error = ""
     last_error = ""
+    """Why the current or last update was refused; it stays so until the next start."""
     _segment: Segment | None = None
     _layout: Layout | None = None
     _parameters: set[str] | frozenset[str] = frozenset()
@@ -87,20 +95,31 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         return self._layout
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        """Map the trainer's segment. ValueError when it is not on this host."""
-        self._segment = Segment.attach(Path(init_info.path), init_info.slot_bytes)
+        """Map the trainer's segment. Refused when it is not on this host."""
+        self._segment = None
+        self.init_error = refusal_of(lambda: self._attach(init_info))
 
     def start_weight_update(self) -> None:
         """Open an update: whatever an earlier one left behind is dropped first."""
+        self.received = Received()
+        self.last_error = refusal_of(self._open)
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        """One bucket; none after one that was refused. The base class would synchronize an accelerator, which a CPU has not."""
+        self.last_error = self.last_error or refusal_of(lambda: self.receive_weights(self.parse_update_info(update_info)))
+
+    def finish_weight_update(self) -> None:
+        """Close the update. Refused, naming it, when something never arrived, before any of it is used."""
+        self.last_error = self.last_error or refusal_of(self._close)
+
+    def _attach(self, init_info: ShmInitInfo) -> None:
+        self._segment = Segment.attach(Path(init_info.path), init_info.slot_bytes)
+
+    def _open(self) -> None:
         _ = self.layout
-        self.received, self.last_error = Received(), ""
         drop_partial_reload(self.model)
         reset_moe_prepack(self.model)
         initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict[str, object]) -> None:
-        """One bucket. The base class would synchronize an accelerator; there is none on CPU."""
-        self.receive_weights(self.parse_update_info(update_info))
 
     @torch.no_grad()
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
@@ -108,7 +127,7 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         reuses the slot. A bucket that is not what was sent is refused after it was loaded: only `finish` puts it to use.
         """
         if self._segment is None:
-            raise self._refusal("an update arrived before init_weight_transfer_engine")
+            raise WeightMismatch("an update arrived before init_weight_transfer_engine")
         hashing = Background(partial(_first_damaged, self._segment, update_info), "weight sync: digests")
         tensors = self._known(self._segment, update_info)
         model: Any = self.model  # torch types an unknown attribute of a module as a tensor
@@ -117,15 +136,14 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         finally:
             hashing.outcome()
         for name, _ in tensors:
-            raise self._refusal(f"the loader stopped before {name!r}")
+            raise WeightMismatch(f"the loader stopped before {name!r}")
         damaged = hashing.result()
         if damaged is not None:
-            raise self._refusal(f"tensor {damaged!r} was damaged on the way: its bytes do not match the sender's digest")
+            raise WeightMismatch(f"tensor {damaged!r} was damaged on the way: its bytes do not match the sender's digest")
         self._own_buffered()
 
     @torch.no_grad()
-    def finish_weight_update(self) -> None:
-        """Close the update. WeightMismatch naming what never arrived, before any of it is used."""
+    def _close(self) -> None:
         self._check_names()
         self._check_elements()
         finalize_layerwise_reload(self.model, self.model_config)
@@ -147,13 +165,13 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         for row in update_info.tensors:
             name, shape = str(row[0]), tuple(row[2])
             if name not in self.layout:
-                raise self._refusal(f"unknown tensor {name!r}: the engine's model has no such weight")
+                raise WeightMismatch(f"unknown tensor {name!r}: the engine's model has no such weight")
             if shape != self.layout[name].shape:
-                raise self._refusal(
+                raise WeightMismatch(
                     f"tensor {name!r} arrived as {list(shape)}, the engine's model needs {list(self.layout[name].shape)}"
                 )
             if name in seen:
-                raise self._refusal(f"tensor {name!r} arrived twice in one update")
+                raise WeightMismatch(f"tensor {name!r} arrived twice in one update")
             seen.add(name)
             self.received.names.append(name)
             yield name, _value(segment, update_info.slot, row)
@@ -162,10 +180,10 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         received = set(self.received.names)
         missing = [name for name in self.layout if name not in received]
         if missing:
-            raise self._refusal(f"{len(missing)} of {len(self.layout)} tensors never arrived: {', '.join(missing[:5])}")
+            raise WeightMismatch(f"{len(missing)} of {len(self.layout)} tensors never arrived: {', '.join(missing[:5])}")
         untouched = self._parameters - self.received.parameters
         if untouched:
-            raise self._refusal(f"the loader skipped {len(untouched)} parameters: {', '.join(sorted(untouched)[:5])}")
+            raise WeightMismatch(f"the loader skipped {len(untouched)} parameters: {', '.join(sorted(untouched)[:5])}")
 
     def _check_elements(self) -> None:
         """A layer still waiting for numbers got a tensor that its loader dropped; unloaded padding is none of them."""
@@ -175,7 +193,7 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             if info.can_load() and info.load_numel < expected.get(path, 0):
                 names = sorted(name for name, entry in self.layout.items() if any(piece.module == path for piece in entry.pieces))
                 some = ", ".join(names[:5])
-                raise self._refusal(f"the loader took {info.load_numel} of {expected[path]} numbers of {path}, made of {some}")
+                raise WeightMismatch(f"the loader took {info.load_numel} of {expected[path]} numbers of {path}, made of {some}")
 
     def _own_buffered(self) -> None:
         for module in self.model.modules():
@@ -184,9 +202,17 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                     if isinstance(value, Tensor) and self._segment is not None and self._segment.owns(value):
                         bound.arguments[key] = value.clone()
 
-    def _refusal(self, reason: str) -> WeightMismatch:
-        self.last_error = reason
-        return WeightMismatch(reason)
+
+def refusal_of(call: Callable[[], object]) -> str:
+    """Why the call was refused, "" when it was not. The traceback goes to the engine's log."""
+    try:
+        call()
+    except WeightMismatch as failure:
+        return str(failure)
+    except REFUSALS as failure:
+        traceback.print_exc()
+        return f"{type(failure).__name__}: {failure}"
+    return ""
 
 
 def _value(segment: Segment, slot: int, row: Sequence[Any]) -> Tensor:

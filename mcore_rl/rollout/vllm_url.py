@@ -7,7 +7,6 @@ every route and extension needed here.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from typing import Any
 
@@ -15,6 +14,7 @@ import httpx
 
 from mcore_rl.errors import EngineRefused
 from mcore_rl.rollout.addresses import check_url, key_headers
+from mcore_rl.rollout.answers import completion, field, prompt_logprobs, worker_results
 from mcore_rl.types import EngineDied
 
 _GENERATE = "/inference/v1/generate"
@@ -36,9 +36,6 @@ class UrlLink:
 
     def __init__(self, url: str, *, start_timeout_s: float, request_timeout_s: float, max_connections: int) -> None:
         """url: http://host:port of the server. ValueError when it is no such thing, or neither loopback nor behind a key."""
-        address = httpx.URL(url)
-        if address.scheme not in ("http", "https") or not address.host:
-            raise ValueError(f"rollout.url={url!r}: expected http://host:port")
         check_url(f"rollout.url={url}", url)
         self.name = f"vllm at {url} (log: where that server was started)"
         self._url = url.rstrip("/")
@@ -70,17 +67,12 @@ class UrlLink:
 
     def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Outputs in the order of the requests; all of them are in flight at once."""
-        return [{"id": answer["request_id"], **_completion(answer["choices"][0])} for answer in self._post_all(requests)]
+        return [completion(where, answer) for where, answer in self._post_all(requests)]
 
     def score(self, requests: list[dict[str, Any]]) -> list[list[float]]:
         """Log-prob of every prompt token after the first."""
-        return [
-            [
-                row[str(token)]["logprob"]
-                for row, token in zip(answer["prompt_logprobs"][1:], request["token_ids"][1:], strict=True)
-            ]
-            for answer, request in zip(self._post_all(requests), requests, strict=True)
-        ]
+        answers = zip(self._post_all(requests), requests, strict=True)
+        return [prompt_logprobs(where, answer, request["token_ids"]) for (where, answer), request in answers]
 
     def native(self, step: str, payload: dict[str, Any]) -> None:
         """One call of the weight-transfer lifecycle."""
@@ -89,11 +81,13 @@ class UrlLink:
 
     def rpc(self, method: str, args: list[Any]) -> list[Any]:
         """A worker-extension call, one result per worker."""
-        return self._post("/collective_rpc", {"method": method, "args": args})["results"]
+        path = "/collective_rpc"
+        return worker_results(self._at(path), self._post(path, {"method": method, "args": args}), method)
 
     def reset_prefix_cache(self) -> bool:
         """Whether the cache was emptied."""
-        return bool(self._post("/reset_prefix_cache", {})["success"])
+        path = "/reset_prefix_cache"
+        return field(self._at(path), self._post(path, {}), "success", bool)
 
     def set_version(self, version: str) -> None:
         """Label the weights."""
@@ -101,7 +95,8 @@ class UrlLink:
 
     def get_version(self) -> str:
         """The server's own label."""
-        return self._ask("GET", "/weight_info", None)["weight_version"]
+        path = "/weight_info"
+        return field(self._at(path), self._ask("GET", path, None), "weight_version", str)
 
     def sleep(self, level: int) -> None:
         """Give the server's GPU memory back."""
@@ -123,7 +118,7 @@ class UrlLink:
     def _answers(self) -> bool:
         try:
             return self._client.get("/health", timeout=_HEALTH_S).status_code == httpx.codes.OK
-        except httpx.TransportError:
+        except (httpx.TransportError, httpx.DecodingError):
             return False
 
     def _check_routes(self) -> None:
@@ -151,14 +146,20 @@ class UrlLink:
             return self._client.request(method, path, json=body)
         except httpx.TransportError as failure:
             raise self._died(path, failure) from failure
+        except httpx.DecodingError as failure:
+            raise self._garbled(path, failure) from failure
 
-    def _post_all(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _post_all(self, requests: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+        """Per request: which it is, for messages, and its answer."""
         bodies = [{"token_ids": request["token_ids"], "sampling_params": request["sampling"]} for request in requests]
         try:
             responses = asyncio.run(self._gather(bodies))
         except httpx.TransportError as failure:
             raise self._died(_GENERATE, failure) from failure
-        return [self._content(_GENERATE, response) for response in responses]
+        except httpx.DecodingError as failure:
+            raise self._garbled(_GENERATE, failure) from failure
+        which = (f"{self._at(_GENERATE)}: request {index} of {len(bodies)}" for index in range(len(bodies)))
+        return [(where, self._content(_GENERATE, response)) for where, response in zip(which, responses, strict=True)]
 
     async def _gather(self, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
         client = httpx.AsyncClient(
@@ -182,36 +183,39 @@ class UrlLink:
 
     def _content(self, path: str, response: httpx.Response) -> Any:
         if response.is_success:
-            return self._checked(path, response.json() if response.content else None)
+            return self._checked(path, response)
         if response.is_server_error:
             self.health()
-        raise EngineRefused(f"{self.name}: {path}: HTTP {response.status_code}: {_reason(response)}")
+        raise EngineRefused(f"{self._at(path)}: HTTP {response.status_code}: {_reason(response)}")
 
-    def _checked(self, path: str, body: Any) -> Any:
-        """A server may report a failure with status 200 (EngineRefused)."""
+    def _checked(self, path: str, response: httpx.Response) -> Any:
+        """The content, None where there is none. A server may report a failure with status 200 (EngineRefused)."""
+        try:
+            body = response.json() if response.content else None
+        except ValueError as failure:
+            said = f"status {response.status_code} with something that is no JSON: {response.text[:300]!r}"
+            raise EngineRefused(f"{self._at(path)}: {said}") from failure
         if isinstance(body, dict) and body.get("error"):
-            raise EngineRefused(f"{self.name}: {path}: status 200 with an error: {str(body['error'])[:1000]}")
+            raise EngineRefused(f"{self._at(path)}: status 200 with an error: {str(body['error'])[:1000]}")
         return body
+
+    def _at(self, path: str) -> str:
+        return f"{self.name}: {path}"
+
+    def _garbled(self, path: str, failure: httpx.DecodingError) -> EngineRefused:
+        return EngineRefused(f"{self._at(path)}: an answer whose content-encoding is wrong: {failure}")
 
     def _died(self, path: str, failure: httpx.TransportError) -> EngineDied:
         how = "did not answer in time" if isinstance(failure, httpx.TimeoutException) else "died or is unreachable"
         return EngineDied(f"rollout engine {self.name} {how} during '{path}': {type(failure).__name__}: {failure}")
 
 
-def _completion(choice: dict[str, Any]) -> dict[str, Any]:
-    content = (choice["logprobs"] or {}).get("content") or []  # what is missing is refused where it is counted
-    return {
-        "token_ids": choice["token_ids"] or [],
-        "logprobs": [row["logprob"] for row in content],
-        "finish_reason": choice["finish_reason"],
-        "versions": sorted({span["version"] for span in choice["weight_versions"] or []}),
-        "routed_experts": choice.get("routed_experts"),
-    }
-
-
 def _reason(response: httpx.Response) -> str:
+    """The server's own words: of {"error": {"message": ...}}, {"error": "..."}, any other JSON, or plain text."""
     try:
         body = response.json()
-    except json.JSONDecodeError:
-        return response.text[:300]
-    return str(body.get("error", {}).get("message", body))[:1000] if isinstance(body, dict) else str(body)[:1000]
+    except ValueError:
+        return response.text[:300] or response.reason_phrase
+    error = body.get("error") if isinstance(body, dict) else None
+    said = error.get("message") if isinstance(error, dict) else error
+    return str(said or body)[:1000]

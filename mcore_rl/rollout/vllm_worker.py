@@ -3,13 +3,18 @@
 Given to vLLM as `worker_extension_cls`; vLLM imports it in every worker process before the model is loaded, which is
 also what registers the `mcore_shm` transport. Arguments and results are plain builtins, so the same calls work through
 a pipe and through HTTP. Never imports Megatron.
+
+What is asked in the middle of a run does not raise (see vllm_transfer). `mcore_layout`, which is asked first, does: an
+engine that cannot answer it has to be started in another way.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import vllm
@@ -18,10 +23,26 @@ from mcore_rl.rollout.lifeline import follow_root
 from mcore_rl.rollout.vllm_facts import engine_facts
 from mcore_rl.rollout.vllm_readback import read_digests
 from mcore_rl.rollout.vllm_routes import RouteCapture
-from mcore_rl.rollout.vllm_transfer import ShmTransferEngine, register
+from mcore_rl.rollout.vllm_transfer import ShmTransferEngine, refusal_of, register
 
 register()
 follow_root()
+
+P = ParamSpec("P")
+S = TypeVar("S")
+Method = Callable[Concatenate[S, P], dict[str, Any]]
+
+
+def answered(method: Method[S, P]) -> Method[S, P]:
+    """A method that answers {"mcore_refused": reason} in place of raising a refusal."""
+
+    @wraps(method)
+    def answer(self: S, *args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        reason = refusal_of(lambda: found.update(method(self, *args, **kwargs)))
+        return {"mcore_refused": reason} if reason else found
+
+    return answer
 
 
 class WorkerExtension:
@@ -40,6 +61,7 @@ class WorkerExtension:
             "cpu_megatron": "parallel.cpu_megatron" in sys.modules,
         }
 
+    @answered
     def mcore_facts(self) -> dict[str, Any]:
         """What model this is, for the comparison with the trainer's."""
         return engine_facts(self._mcore_engine().model, self.vllm_config)  # pyright: ignore[reportAttributeAccessIssue]
@@ -51,6 +73,7 @@ class WorkerExtension:
             for name, entry in self._mcore_engine().layout.items()
         }
 
+    @answered
     def mcore_readback(self, names: list[str]) -> dict[str, list[str]]:
         """HF name -> digest per region of what the kernels compute with."""
         engine = self._mcore_engine()
@@ -66,6 +89,12 @@ class WorkerExtension:
             "active": self._weight_update_active,
         }
 
+    def mcore_outcome(self, step: str) -> dict[str, Any]:
+        """Why this worker refused a step of the lifecycle ("" when it did not), and whether an update is open."""
+        engine = self._mcore_engine()
+        return {"error": engine.init_error if step == "init" else engine.last_error, "active": self._weight_update_active}
+
+    @answered
     def mcore_abort(self) -> dict[str, Any]:
         """End an update that will not finish; the next one starts clean."""
         engine = self._mcore_engine()
@@ -89,9 +118,9 @@ class WorkerExtension:
         return {"capturing": True}
 
     def mcore_take_routes(self) -> dict[str, Any]:
-        """Routes by request id since the last call. RuntimeError when they are not captured."""
+        """Routes by request id since the last call; of no request when they are not captured, which the trainer refuses."""
         if self._mcore_routes is None:
-            raise RuntimeError("routes are not captured in this worker: mcore_capture_routes comes first")
+            return {"layers": [], "top_k": 0, "wide": False, "requests": {}}
         return self._mcore_routes.take()
 
     def _mcore_engine(self) -> ShmTransferEngine:

@@ -1,7 +1,8 @@
 """JSON lines that keep NaN.
 
 JSON has no NaN. Numbers that are not finite are written as the strings "NaN", "Infinity" and "-Infinity", so every
-line is strict JSON for any reader, and Python's float() turns each back into the number. `read_rows` does that.
+line is strict JSON for any reader, and Python's float() turns each back into the number. `read_rows` does that for files
+of numbers; `read_texts` is for files that hold what somebody wrote.
 """
 
 from __future__ import annotations
@@ -43,22 +44,32 @@ def dump_line(row: Mapping[str, object]) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSONL file with NaN and infinities back in place.
+    """Rows of a file of numbers, with NaN and infinities back in place. As `read_texts` otherwise."""
+    return [decode(row) for row in read_texts(path)]
+
+
+def read_texts(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL file as they were written: a text that reads NaN stays a text.
 
     A last line without its newline is what a killed run leaves behind: it is dropped. Any other malformed line is a
     ValueError naming file and line.
     """
-    text = path.read_text(encoding="utf-8")
-    lines = text.splitlines()
-    if lines and not text.endswith("\n"):
-        lines.pop()
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(decode(json.loads(line)))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
-    return rows
+    # Bytes, because a text may hold U+2028 and other ends of line of str.splitlines, and a cut may go through a character.
+    *lines, _ = path.read_bytes().split(b"\n")
+    return [_object(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    """The object of one line. ValueError naming `where`."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not readable ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: {type(row).__name__} where an object is needed")
+    return row
 
 
 def _name(value: float) -> str:

@@ -152,3 +152,11 @@ def hybrid(hybrid_ready: Trained) -> Iterator[Trained]:
     hybrid_ready.renew()
     yield hybrid_ready
     hybrid_ready.heal()
+
+
+@pytest.fixture
+def two_workers(tmp_path: Path) -> Iterator[Trained]:
+    """A dense engine of two tensor-parallel workers."""
+    trained = start(tmp_path, hf_trainer.dense_config(), RolloutConfig(max_num_seqs=4, tensor_parallel=2))
+    yield trained.ready()
+    trained.engine.close()

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import hf_trainer
 import pytest
+import torch
+from sync_breakage import flip
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.errors import EngineRefused
 from mcore_rl.rollout.match import check_facts, compare_facts, trainer_facts
 from mcore_rl.rollout.vllm_engine import VllmEngine
-from mcore_rl.types import Prompt, SamplingParams, StaleRollout
+from mcore_rl.sync.digest import wire_digest
+from mcore_rl.types import Prompt, SamplingParams, StaleRollout, WeightMismatch
 from models.registry import read_spec
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=12, stop_token_ids=(2,), samples_per_prompt=4, seed=7)
@@ -134,3 +138,44 @@ def test_another_label_than_the_proved_version_is_stale(synced):
         synced.engine.generate(prompts(1), SAMPLING)
     synced.link.set_version("3")
     assert synced.engine.generate(prompts(1), SAMPLING)
+
+
+def refused(link, step, payload):
+    """vLLM's answer is that of a success, so that no worker's answer is left for its next call."""
+    assert link.native(step, payload) is None
+    return link.rpc("mcore_outcome", [step])[0]["error"]
+
+
+def test_a_worker_keeps_its_refusals_until_it_is_asked(dense):
+    """A refused update is never put to use, whatever comes after the refusal."""
+    dense.sync("a", 0)
+    engine, link = dense.engine, dense.link
+    before = engine.score(dense.probe)
+    wrong = ["model.norm.wait", "float32", [64], 0, wire_digest(torch.zeros(64))]
+    reason = "unknown tensor 'model.norm.wait': the engine's model has no such weight"
+    engine.begin()
+    assert refused(link, "update", {"slot": 0, "tensors": [wrong]}) == reason
+    assert refused(link, "update", {"slot": 0, "tensors": []}) == reason
+    assert refused(link, "finish", {}) == reason
+    assert link.rpc("mcore_status", [])[0]["active"] is False
+    engine.abort()
+    assert engine.score(dense.probe) == before
+    engine.begin()
+    assert "segment /nowhere does not exist here" in refused(link, "init", {"path": "/nowhere", "slot_bytes": 1})
+    assert refused(link, "update", {"slot": 0, "tensors": []}) == "an update arrived before init_weight_transfer_engine"
+    with pytest.raises(WeightMismatch, match="before init_weight_transfer_engine"):
+        engine.finish()
+    with pytest.raises(EngineRefused, match="KeyError"):
+        engine.readback(["model.norm.wait"])
+    dense.renew()
+    assert dense.sync("b", 1).version == 1
+
+
+def test_an_engine_of_two_workers_names_what_it_refuses_and_goes_on(two_workers, monkeypatch):
+    two_workers.sync("a", 0)
+    flip(two_workers, monkeypatch)
+    with pytest.raises(WeightMismatch, match=r"worker 0 of 2: tensor 'model\.\S+' was damaged on the way"):
+        two_workers.sync("b", 1)
+    monkeypatch.undo()
+    assert len({worker["pid"] for worker in two_workers.link.rpc("mcore_info", [])}) == 2
+    assert two_workers.sync("b", 2).version == 2

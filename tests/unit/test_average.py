@@ -97,6 +97,57 @@ def test_another_tokenizer_is_refused(tmp_path):
         average([one, two], tmp_path / "mean")
 
 
+def test_tokenizers_in_several_files_and_chat_templates(tmp_path):
+    one, two = checkpoint(tmp_path / "one", 1), checkpoint(tmp_path / "two", 2)
+    quick = AverageOptions(fsync=False)
+    for name, what in (("vocab.json", "tokenizer"), ("chat_template.jinja", "chat template")):
+        (one / name).write_text("{}")
+        (two / name).write_text('{"other": 1}')
+        with pytest.raises(ValueError, match=rf"two/{name} is not the {what} of"):
+            average([one, two], tmp_path / "mean", quick)
+        (two / name).write_text("{}")
+    (two / "vocab.json").unlink()
+    for folder in (one, two):
+        (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"two/vocab\.json: no such file, and"):
+        average([one, two], tmp_path / "mean", quick)
+    for folder in (one, two):
+        (folder / "tokenizer.json").write_text("{}")
+    (two / "chat_template.jinja").unlink()
+    average([one, two], tmp_path / "mean", quick)
+
+
+def filled(folder, value, dtype):
+    return write(folder, CONFIG, {name: torch.full(t.shape, value, dtype=dtype) for name, t in tensors_of(CONFIG).items()})
+
+
+def test_fp64_is_added_up_in_fp64(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    made = {name: torch.rand(t.shape, generator=generator, dtype=torch.float64) for name, t in tensors_of(CONFIG).items()}
+    one = write(tmp_path / "one", CONFIG, made)
+    two = shutil.copytree(one, tmp_path / "two")
+    average([one, two], tmp_path / "mean", AverageOptions(fsync=False))
+    assert (tmp_path / "mean" / "model.safetensors").read_bytes() == (one / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_large_numbers_of_both_signs(tmp_path, dtype):
+    large = torch.finfo(dtype).max
+    folders = [filled(tmp_path / str(sign), sign * large, dtype) for sign in (1, -1)]
+    average(folders, tmp_path / "mean", AverageOptions((3.0, 1.0), fsync=False))
+    for tensor in read(tmp_path / "mean").values():
+        torch.testing.assert_close(tensor.double(), torch.full_like(tensor, large).double() / 2, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("weights", [(1e308, 1e308, 1e308), (1e-320, 1e-320, 1e-320), (1e-320, 1e-320, 1e308)])
+def test_weights_whose_sum_is_no_float(tmp_path, weights):
+    folders = [filled(tmp_path / str(value), float(value), torch.float32) for value in (0, 3, 6)]
+    average(folders, tmp_path / "mean", AverageOptions(weights, fsync=False))
+    want = 3.0 if len(set(weights)) == 1 else 6.0
+    for tensor in read(tmp_path / "mean").values():
+        torch.testing.assert_close(tensor, torch.full_like(tensor, want))
+
+
 def test_the_command(tmp_path, capsys):
     folders = [str(checkpoint(tmp_path / str(seed), seed)) for seed in range(2)]
     assert main(["average", *folders, "--target", str(tmp_path / "mean"), "--weights", "1", "3", "--no-fsync"]) == 0

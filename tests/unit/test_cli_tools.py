@@ -72,17 +72,70 @@ def found_elements(tensors):
         (("convert", "SOURCE", "SOURCE"), "already exists"),
         (("convert", "nowhere", "OUT"), "nowhere/config.json does not exist"),
         (("reshard", "SOURCE", "OUT", "--shard-gb", "0"), "--shard-gb 0.0 must be positive"),
+        (("reshard", "SOURCE", "OUT", "--shard-gb", "nan"), "--shard-gb nan must be positive"),
+        (("reshard", "SOURCE", "OUT", "--shard-gb", "inf"), "--shard-gb inf must be positive"),
+        (("reshard", "SOURCE", "OUT", "--shard-gb", "-1"), "--shard-gb -1.0 must be positive"),
+        (("reshard", "SOURCE", "OUT", "--tp", "2"), "--tp has no meaning here"),
+        (("reshard", "SOURCE", "OUT", "--etp", "2"), "--etp has no meaning here"),
+        (("reshard", "SOURCE", "INSIDE"), "inside lies inside"),
+        (("convert", "SOURCE", "INSIDE"), "inside lies inside"),
+        (("average", "SOURCE", "nowhere", "--target", "INSIDE"), "inside lies inside"),
         (("inspect", "nowhere"), "nowhere is not a folder"),
         (("verify", "SOURCE", "SOURCE"), "is not a complete Megatron checkpoint"),
         (("convrt",), "convrt: no such command; did you mean 'convert'?"),
     ],
 )
 def test_wrong_input_is_one_line(hf, tmp_path, capsys, words, message):
-    places = {"SOURCE": str(hf), "OUT": str(tmp_path / "out")}
+    places = {"SOURCE": str(hf), "OUT": str(tmp_path / "out"), "INSIDE": str(hf / "new" / "inside")}
     assert main([places.get(word, word) for word in words]) == 2
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+    assert not (hf / "new").exists()
+
+
+@pytest.mark.parametrize("command", ["convert", "reshard", "average"])
+def test_targets_that_can_never_be_are_refused_before_any_work(hf, tmp_path, capsys, command):
+    other = write(tmp_path / "other", CONFIG, tensors_of(CONFIG))
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    wrong = {
+        tmp_path / "new" / "..": "names no new folder",
+        tmp_path / "dangling": f"is a link to {tmp_path / 'gone'}, which does not exist",
+        tmp_path / ("x" * 250): "its name is too long; at most 255 bytes",
+        tmp_path / ("x" * 300) / "y": "its name is too long; at most 255 bytes",
+    }
+    before = sorted(tmp_path.iterdir())
+    for target, message in wrong.items():
+        words = [hf, other, "--target", target] if command == "average" else [hf, target]
+        assert run(command, *words) == 2
+        said = capsys.readouterr().err
+        assert message in said
+        assert said.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_reshard_of_a_megatron_checkpoint_has_no_file_size(hf, tmp_path, capsys):
+    run("convert", hf, tmp_path / "megatron", "--no-fsync")
+    assert run("reshard", tmp_path / "megatron", tmp_path / "out", "--shard-gb", 1) == 2
+    assert "--shard-gb has no meaning here" in capsys.readouterr().err
+
+
+def test_verify_says_when_there_are_no_digests(hf, tmp_path, capsys):
+    run("convert", hf, tmp_path / "megatron", "--no-fsync")
+    (tmp_path / "megatron" / "mcore_rl.json").unlink()
+    capsys.readouterr()
+    assert run("verify", tmp_path / "megatron", hf, "--no-forward") == 0
+    assert capsys.readouterr().out.endswith(f"digests: there are none: {tmp_path / 'megatron'} has no mcore_rl.json\n")
+    (tmp_path / "megatron" / "mcore_rl.json").write_text("[1, 2]")
+    assert run("verify", tmp_path / "megatron", hf, "--no-forward") == 2
+    assert "mcore_rl.json does not hold the checkpoint's digests" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", "1", "null"])
+def test_inspect_of_a_configuration_that_is_none(hf, capsys, text):
+    (hf / "config.json").write_text(text)
+    assert run("inspect", hf) == 2
+    assert "not a JSON object" in capsys.readouterr().err
 
 
 def test_damage_is_one_line_naming_file_and_tensor(hf, tmp_path, capsys):

@@ -8,10 +8,12 @@ import torch
 from made_checkpoints import CONFIGS, fuse, tensors_of, write
 from safetensors.torch import load_file, save_file
 
-from models.checkpoint_reader import MARKER, is_distributed_checkpoint
+from models.checkpoint_reader import COMMON, MARKER, OWN_FILE, is_distributed_checkpoint
+from models.checkpoint_writer import OBJECTS_FILE
 from models.convert_export import ExportOptions, megatron_to_hf
 from models.convert_import import hf_to_megatron
 from models.convert_megatron import COMPANIONS, ImportOptions
+from models.convert_reshard import reshard
 from models.convert_verify import compare_tensors, wrong_digests
 from models.hf_io import INDEX
 from models.registry import read_spec
@@ -183,8 +185,60 @@ def test_nan_and_flipped_bits_in_a_megatron_file(hf, megatron, tmp_path):
     overwrite(path, row.numpy().tobytes(), changed.numpy().tobytes())
     assert list(wrong_digests(megatron)) == [f"{path}: decoder.layers.mlp.experts.experts.linear_fc1.weight at [1, 2, 6, 0]"]
     assert compare_tensors(megatron, hf).different == (EXPERT,)
+    written = r"__2_0.distcp: decoder\S+experts.linear_fc1.weight at \[1, 2, 6, 0\] is not what was written: its digest is \w+, "
+    unreadable(megatron, tmp_path, written + OWN_FILE)
+    with pytest.raises(ValueError, match=written + OWN_FILE):
+        reshard(megatron, tmp_path / "cut", ImportOptions(tp=2, fsync=False), shard_bytes=1)
+    assert not (tmp_path / "cut").exists()
     overwrite(path, changed.numpy().tobytes(), broken.numpy().tobytes())
+    (megatron / OWN_FILE).unlink()
     unreadable(megatron, tmp_path, r"experts.linear_fc1.weight holds NaN or infinity at \[1, 2, 6, 0\]")
+
+
+def test_megatron_files_that_hold_no_weights(megatron, tmp_path):
+    for name, holds in ((COMMON, "Megatron loads"), (OBJECTS_FILE, r"is truncated: \S+_extra_state")):
+        kept = (megatron / name).read_bytes()
+        (megatron / name).write_bytes(b"")
+        unreadable(megatron, tmp_path, rf"{name} .*{holds}")
+        (megatron / name).unlink()
+        unreadable(megatron, tmp_path, rf"{name} is missing")
+        with pytest.raises(ValueError, match=f"{name} is missing"):
+            reshard(megatron, tmp_path / "cut", ImportOptions(fsync=False), shard_bytes=1)
+        (megatron / name).write_bytes(kept)
+    (megatron / ".metadata").write_bytes(b"Vtext\n.")  # a pickled string
+    unreadable(megatron, tmp_path, r"\.metadata cannot be read")
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "null", "{}", '{"digests": []}', '{"digests": {"a": 1}}', "[" * 100_000])
+def test_digests_that_are_none(hf, megatron, tmp_path, text):
+    (megatron / OWN_FILE).write_text(text, encoding="utf-8")
+    unreadable(megatron, tmp_path, rf"^\S+{OWN_FILE}\S* .*digests")
+    with pytest.raises(ValueError, match=rf"^\S+{OWN_FILE}\S* .*digests"):
+        list(wrong_digests(megatron))
+
+
+def test_a_key_without_a_digest(megatron):
+    path = megatron / OWN_FILE
+    known = json.loads(path.read_text(encoding="utf-8"))
+    del known["digests"]["decoder.final_layernorm.weight"]
+    path.write_text(json.dumps(known), encoding="utf-8")
+    (wrong,) = wrong_digests(megatron)
+    assert "decoder.final_layernorm.weight at [0]" in wrong
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_reshard_of_a_damaged_folder(tmp_path, value):
+    tensors = tensors_of(CONFIG)
+    tensors[EXPERT][3, 5] = value
+    hf = write(tmp_path / "hf", CONFIG, tensors, shards=3)
+    with pytest.raises(ValueError, match=rf"{shard_of(hf, EXPERT).name}: {EXPERT} holds NaN or infinity"):
+        reshard(hf, tmp_path / "out", ImportOptions(fsync=False), shard_bytes=2000)
+    save_file({}, tmp_path / "empty.safetensors")
+    (tmp_path / "none").mkdir()
+    (tmp_path / "empty.safetensors").rename(tmp_path / "none" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"none/model\.safetensors holds no tensor"):
+        reshard(tmp_path / "none", tmp_path / "out", ImportOptions(fsync=False), shard_bytes=2000)
+    assert not (tmp_path / "out").exists()
 
 
 def test_broken_frame_in_a_megatron_file(megatron, tmp_path):

@@ -13,7 +13,8 @@ from mcore_rl.data.band_task import BandTask, rendering_sha256
 from mcore_rl.data.build import build_task
 from mcore_rl.data.tokenizer import build_tokenizer
 from mcore_rl.data_gate import PassRate, early_kill_reason, gate_band, in_band, kill_reason, summarise_rates, table
-from mcore_rl.data_probe import earlier_rows, pass_rates, probe_conditions
+from mcore_rl.data_probe import pass_rates, probe_conditions
+from mcore_rl.probe_file import earlier_rows
 from mcore_rl.telemetry.jsonl import dump_line
 from mcore_rl.types import Completion, Prompt, Score
 
@@ -125,8 +126,8 @@ def test_probe_prompts_are_distinct_stable_and_for_training():
     assert len({p.question for p in all_of_them}) == 50
     assert made.probe_prompts(0, 20) + made.probe_prompts(20, 30) == all_of_them
     assert [p.prompt_id for p in made.probe_prompts(20, 2)] == ["probe-p20", "probe-p21"]
-    assert all(made.trains_on(p.question) for p in all_of_them)
-    assert not any(made.trains_on(p.question) for p in made.eval_prompts("test", 10))
+    assert all(made.training_answer(p.question) is not None for p in all_of_them)
+    assert not any(made.training_answer(p.question) for p in made.eval_prompts("test", 10))
 
 
 def test_a_band_file_round_trip_and_its_damage(tmp_path):

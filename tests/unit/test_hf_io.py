@@ -105,6 +105,60 @@ def test_missing_shard_missing_tensor_and_disagreeing_index_are_named(source, tm
         CheckpointReader(tmp_path / "empty")
 
 
+def store(folder, header, data=b"\0" * 24):
+    text = json.dumps(header).encode() if isinstance(header, dict) else header
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+WHOLE = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shape": "abc"}, "entry of a is not one: .*'a' is not a whole number"),
+        ({"shape": [-2, -3]}, "entry of a is not one: .*-2 is not a whole number of at least 0"),
+        ({"shape": [2.0, 3]}, "entry of a is not one: .*2.0 is not a whole number"),
+        ({"shape": 6}, "entry of a is not one"),
+        ({"data_offsets": ["a", "b"]}, "entry of a is not one: .*'a' is not"),
+        ({"data_offsets": [0.0, 24.0]}, "entry of a is not one"),
+        ({"data_offsets": [0, 1, 24]}, "entry of a is not one"),
+        ({"data_offsets": None}, "entry of a is not one"),
+        ({"dtype": ["F32"]}, "a is stored as .*F32.*, which is unknown"),
+        ({"dtype": None}, "a is stored as None, which is unknown"),
+    ],
+)
+def test_entries_of_a_header_that_are_none(source, change, message):
+    store(source, {"a": WHOLE})
+    assert CheckpointReader(source).shape("a") == (2, 3)
+    store(source, {"a": WHOLE | change})
+    with pytest.raises(ValueError, match=f"model.safetensors.*{message}"):
+        CheckpointReader(source)
+
+
+def test_headers_and_indexes_that_are_none(source):
+    def refused(message):
+        with pytest.raises(ValueError, match=message):
+            CheckpointReader(source)
+
+    for metadata in (5, {"a": [1]}):
+        store(source, {"__metadata__": metadata, "a": WHOLE})
+        refused("model.safetensors is not a complete safetensors file: its __metadata__ is")
+    store(source, b"[" * 100_000)
+    refused("model.safetensors is not a complete safetensors file: its header is not JSON")
+    store(source, {}, b"")
+    refused("model.safetensors holds no tensor")
+    (source / INDEX).write_text('{"weight_map": {}}', encoding="utf-8")
+    refused(f"{INDEX}: weight_map is empty")
+    for file in ("null", "5"):
+        (source / INDEX).write_text(
+            '{"weight_map": {"b": "model.safetensors", "a": FILE}}'.replace("FILE", file), encoding="utf-8"
+        )
+        refused(f"{INDEX}: weight_map has (None|5) for a, which is no file name")
+    (source / INDEX).write_text("[" * 100_000, encoding="utf-8")
+    refused(f"{INDEX} is not a safetensors index")
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nan_and_infinity_name_file_and_tensor(source, value):
     save_file({"a.weight": torch.tensor([1.0, value])}, source / "model.safetensors")

@@ -1,7 +1,10 @@
 """Rows of files on their way in: bad ones, the same question twice, questions on both sides. Refused or counted."""
 
 import json
+import struct
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.config.reward import PartialCredit, RewardConfig
@@ -47,6 +50,58 @@ def test_a_line_that_is_no_utf8_is_a_bad_row(tmp_path):
         take_in(TaskConfig(kind=TaskKind.file, train_file=str(path)))
     found = take_in(TaskConfig(kind=TaskKind.file, train_file=str(path), bad_rows=BadRows.skip))
     assert (count(found), found.dropped["bad_rows"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "a \\ud800 b", "answer": "#### 1"}', "key 'question' has half of a surrogate pair"),
+        ('{"question": "a", "answer": "\\udfff #### 1"}', "key 'answer' has half of a surrogate pair"),
+        ('{"question": 1' + "1" * 5_000 + ', "answer": "#### 1"}', "not a JSON object: Exceeds the limit"),
+        ('{"question": ' + "[" * 100_000, "not a JSON object: maximum recursion"),
+        ('{"question": "a", "answer": "#### 1,2"}', "key 'answer' must end in '#### n'"),
+    ],
+)
+def test_a_row_that_no_reader_can_use_is_a_bad_row(tmp_path, line, message):
+    rows = [row(0), line, row(1)]
+    with pytest.raises(ValueError, match=rf"train\.jsonl:2: {message}"):
+        take_in(config(tmp_path, rows))
+    found = take_in(config(tmp_path, rows, bad_rows=BadRows.skip))
+    assert (count(found), found.dropped["bad_rows"]) == (2, 1)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row(i)) + "\n" for i in range(2)), encoding="utf-8-sig")
+    assert count(take_in(TaskConfig(kind=TaskKind.file, train_file=str(path)))) == 2
+
+
+def test_a_name_that_no_file_can_have_is_refused():
+    with pytest.raises(ValueError, match=r"task\.train_file: task file x+\.jsonl: cannot be read: File name too long"):
+        take_in(TaskConfig(kind=TaskKind.file, train_file="x" * 300 + ".jsonl"))
+
+
+def test_a_text_in_parquet_that_is_no_utf8_is_a_bad_row(tmp_path):
+    data = [b"What is 1 + 1?", b"a\xff", b"What is 2 + 1?"]
+    offsets = struct.pack("<4i", 0, *(sum(map(len, data[: i + 1])) for i in range(3)))
+    questions = pa.Array.from_buffers(pa.string(), 3, [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(data))])
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"question": questions, "answer": ["#### 2", "#### 1", "#### 3"]}), path)
+    with pytest.raises(ValueError, match=r"train\.parquet:2: not UTF-8: .* at byte 1"):
+        take_in(TaskConfig(kind=TaskKind.file, train_file=str(path)))
+    found = take_in(TaskConfig(kind=TaskKind.file, train_file=str(path), bad_rows=BadRows.skip))
+    assert (count(found), found.dropped["bad_rows"]) == (2, 1)
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    path = tmp_path / "train.parquet"
+    rows = [row(i) for i in range(30)]
+    pq.write_table(pa.table({key: [row[key] for row in rows] for key in ("question", "answer")}), path)
+    damaged = bytearray(path.read_bytes())
+    damaged[20:200] = bytes(value ^ 0xFF for value in damaged[20:200])
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"task\.train_file: task file .*train\.parquet: "):
+        take_in(TaskConfig(kind=TaskKind.file, train_file=str(path)))
 
 
 def test_nothing_but_bad_rows_is_an_error_in_either_mode(tmp_path):

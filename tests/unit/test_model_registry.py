@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from models.convert_carried import read_config
 from models.registry import known_architectures, read_spec, spec_from_config, weight_map
 from models.spec import Llama3Scaling, MoeSpec, Rope
 
@@ -88,6 +89,22 @@ def test_llama3_frequencies_are_transformers(scaling):
         ({"torch_dtype": "int8"}, "dtype = 'int8' is not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' is not supported; known: default, llama3"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3' needs low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": LLAMA3 | {"rope_type": "llama3", "factor": "a"}}, "factor = 'a' is not a positive number"),
+        ({"rope_parameters": []}, r"rope_parameters = \[\] is not an object"),
+        ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn' is not an object"),
+        ({"rope_theta": 10**400}, r"rope_theta = 10+ is not a positive number"),
+        ({"rope_theta": 0}, "rope_theta = 0 is not a positive number"),
+        ({"rope_theta": float("nan")}, "rope_theta = nan is not a positive number"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta = -1.0 is not a positive number"),
+        ({"rope_theta": "10000"}, "rope_theta = '10000' is not a positive number"),
+        ({"partial_rotary_factor": "x"}, "partial_rotary_factor = 'x' is not a positive number"),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3 | {"type": "llama3"}},
+            "rope_parameters = .* and rope_scaling = .* differ",
+        ),
+        ({"rms_norm_eps": None}, "rms_norm_eps = None is not a positive number"),
+        ({"mlp_only_layers": "abc"}, "mlp_only_layers = 'abc' is not a list of layer numbers"),
+        ({"architectures": 5}, "architectures = 5 is not supported"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_its_key(change, message):
@@ -95,12 +112,32 @@ def test_what_is_not_supported_is_refused_by_its_key(change, message):
         spec_from_config(OLD | change)
 
 
-@pytest.mark.parametrize(("text", "message"), [(None, "does not exist"), ("{", "not valid JSON"), ("{}", "json: architec")])
+def test_both_keys_of_the_rotary_embedding_may_say_the_same():
+    new = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}
+    both = spec_from_config(OLD | {"rope_parameters": new, "rope_scaling": LLAMA3 | {"type": "llama3"}})
+    assert both.rope == Rope(5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    assert spec_from_config(NEW | {"rope_scaling": None}) == spec_from_config(NEW)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "does not exist"),
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "config.json is not valid JSON"),
+        ("{}", "json: architec"),
+        ("[]", "config.json holds list, not a JSON object"),
+        ("null", "config.json holds NoneType, not a JSON object"),
+    ],
+)
 def test_unreadable_config_is_refused_by_its_path(tmp_path, text, message):
     if text is not None:
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         read_spec(tmp_path)
+    if text is not None and text != "{}":
+        with pytest.raises(ValueError, match=message):
+            read_config(tmp_path)
 
 
 def test_every_name_is_mapped_once():

@@ -148,13 +148,22 @@ def test_math_verify_prints_nothing(capfd):
 
 @pytest.mark.parametrize(
     ("answer", "value"),
-    [("a <<3+4=7>>7\n#### 7", "7"), ("x\n#### 1,450", "1450"), ("#### -3", "-3"), ("x #### 2.5\n", "2.5")],
+    [
+        ("a <<3+4=7>>7\n#### 7", "7"),
+        ("x\n#### 1,450", "1450"),
+        ("#### -3", "-3"),
+        ("x #### 2.5\n", "2.5"),
+        ("#### -1,234,567.5", "-1234567.5"),
+    ],
 )
 def test_gsm8k_reference(answer, value):
     assert parse_gsm8k_answer(answer) == value
 
 
-@pytest.mark.parametrize("answer", ["7", "#### ", "#### seven", "#### 7 apples", "#### 7\n#### 8"])
+@pytest.mark.parametrize(
+    "answer",
+    ["7", "#### ", "#### seven", "#### 7 apples", "#### 7\n#### 8", "#### 1,2", "#### 12,34", "#### ,,,5", "#### 1000,000"],
+)
 def test_gsm8k_reference_refuses(answer):
     with pytest.raises(ValueError, match="####"):
         parse_gsm8k_answer(answer)

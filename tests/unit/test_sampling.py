@@ -98,7 +98,7 @@ class Link:
         """Accepts all."""
 
     def rpc(self, method, args):
-        return [{"names": ["a"], "error": "", "pid": 1}]
+        return [{"names": ["a"], "error": "", "active": True, "pid": 1}]
 
     def reset_prefix_cache(self):
         return False
@@ -114,6 +114,8 @@ def test_a_completion_carries_its_prompt_and_version():
     [first, *_] = committed().generate(PROMPTS, SAMPLING)
     assert (first.prompt_id, first.sample_index, first.prompt_token_ids, first.token_ids) == ("a", 0, (1, 2, 3), (7,))
     assert (first.logprobs, first.finish_reason, first.version) == ((-1.0,), "stop", 4)
+    assert committed(logprobs=[1e-6]).generate(PROMPTS, SAMPLING)[0].logprobs == (1e-6,)  # rounding of a certain token
+    assert committed(token_ids=[0] * 8, logprobs=[0] * 8).generate(PROMPTS, SAMPLING)[0].token_ids == (0,) * 8
     assert committed(-3, versions=["-3"]).generate(PROMPTS, SAMPLING)[0].version == -3
 
 
@@ -130,6 +132,16 @@ def test_other_weights_than_the_proved_are_stale(versions):
         ({"token_ids": [], "logprobs": []}, "0 tokens"),
         ({"finish_reason": "abort"}, "ended with 'abort'"),
         ({"finish_reason": None}, "ended with None"),
+        ({"logprobs": [None]}, r"completion a/0: logprobs\[0\]=None is no log-prob"),
+        ({"logprobs": [float("nan")]}, r"completion a/0: logprobs\[0\]=nan"),
+        ({"logprobs": [-float("inf")]}, r"completion a/0: logprobs\[0\]=-inf"),
+        ({"logprobs": [True]}, r"completion a/0: logprobs\[0\]=True"),
+        ({"token_ids": [7, 8], "logprobs": [-1.0, 0.01]}, r"completion a/0: logprobs\[1\]=0\.01"),
+        ({"token_ids": [-1]}, r"completion a/0: token_ids\[0\]=-1 is no token id"),
+        ({"token_ids": ["7"]}, r"completion a/0: token_ids\[0\]='7'"),
+        ({"token_ids": [7.0]}, r"completion a/0: token_ids\[0\]=7\.0"),
+        ({"token_ids": [True]}, r"completion a/0: token_ids\[0\]=True"),
+        ({"token_ids": [7] * 9, "logprobs": [-1.0] * 9}, "completion a/0: token_ids has 9 tokens, max_tokens=8 were asked"),
     ],
 )
 def test_a_malformed_answer_is_refused(output, message):

@@ -4,7 +4,12 @@ pipes, a stand-in for vllm in the child."""
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import struct
+import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -13,7 +18,7 @@ from fault_table import record
 
 from mcore_rl.config.schema import SyncConfig
 from mcore_rl.rollout.vllm_engine import VllmEngine
-from mcore_rl.rollout.vllm_owned import OwnedLink
+from mcore_rl.rollout.vllm_owned import OwnedLink, Pipe
 from mcore_rl.sync.session import WeightSync
 from mcore_rl.types import EngineDied, Prompt, SamplingParams, StaleRollout, TensorMeta, WeightMismatch
 
@@ -112,3 +117,79 @@ def test_the_engine_refuses(start, place):
     """Refused once; the process lives, so the very next sync is clean."""
     engine, session = start({"at": place, "how": "refuse"})
     record(f"engine refuses {place}", "answer", fails(engine, session, WeightMismatch, f"no in {place}"))
+
+
+@pytest.mark.parametrize("place", ["start", "update0", "update2", "update4", "finish"])
+def test_a_refusal_that_only_one_worker_has_and_nobody_raises(start, place):
+    engine, session = start({"at": place, "how": "tell"})
+    fails(engine, session, WeightMismatch, f"engine.log.: worker 1 of 2: no in {place}")
+
+
+def test_an_update_that_another_trainer_left_open_is_dropped(start):
+    engine, session = start({})
+    engine.wait_ready()
+    engine.link.native("start", {})
+    assert session.sync(Source(), lambda: VALUES).version == 1
+
+
+MANY = [{"token_ids": list(range(1000)), "sampling": {}} for _ in range(200)]  # more than a socket holds
+
+
+@pytest.mark.parametrize("requests", [MANY[:0], MANY], ids=["small", "large"])
+def test_the_engine_is_stopped(start, requests):
+    """By SIGSTOP, as a debugger or a cgroup freezer does: it neither reads nor dies."""
+    engine, _ = start({}, request_timeout_s=0.5)
+    engine.wait_ready()
+    os.kill(engine.link.pid, signal.SIGSTOP)
+    started = time.perf_counter()
+    with pytest.raises(EngineDied, match=r"did not answer 'score' within .* and was stopped"):
+        engine.link.score(requests)
+    assert time.perf_counter() - started < 3
+    with pytest.raises(EngineDied, match="SIGKILL"):
+        engine.link.health()
+
+
+@pytest.mark.parametrize("said", [b"", b"\0\0", struct.pack("!i", 10**6) + b'{"result": ['], ids=["none", "header", "part"])
+def test_the_engine_stops_in_the_middle_of_its_answer(start, said):
+    engine, _ = start({}, request_timeout_s=0.5)
+    engine.wait_ready()
+    ours, theirs = socket.socketpair()
+    real, engine.link._pipe = engine.link._pipe, Pipe(ours, lambda: False)
+    theirs.sendall(said)
+    started = time.perf_counter()
+    with theirs, pytest.raises(EngineDied, match=r"did not answer 'score' within .* and was stopped"):
+        engine.link.score([])
+    real.close()
+    assert time.perf_counter() - started < 3
+
+
+def test_a_dead_engine_whose_child_holds_the_pipe_is_noticed(start):
+    engine, _ = start({}, request_timeout_s=60)
+    engine.wait_ready()
+    ours, theirs = socket.socketpair()
+    real, engine.link._pipe = engine.link._pipe, Pipe(ours, lambda: engine.link._process.poll() is not None)
+    threading.Timer(0.3, os.kill, (engine.link.pid, signal.SIGKILL)).start()
+    started = time.perf_counter()
+    with theirs, pytest.raises(EngineDied, match="died during 'score': killed by SIGKILL"):
+        engine.link.score(MANY)
+    real.close()
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("size", [0, 1, 5_000_000])
+def test_a_pipe_speaks_as_the_childs_connection(size):
+    ours, theirs = socket.socketpair()
+    message = bytes(size)
+    pipe, far = Pipe(ours, lambda: False), Connection(theirs.detach())
+    echo = threading.Thread(target=lambda: far.send_bytes(far.recv_bytes()), daemon=True)
+    echo.start()
+    deadline = time.monotonic() + 20
+    pipe.send(message, deadline)
+    assert pipe.receive(deadline) == message
+    os.write(far.fileno(), struct.pack("!iQ", -1, 3) + b"abc")  # how a Connection starts more than 2 GiB
+    assert pipe.receive(deadline) == b"abc"
+    echo.join()
+    far.close()
+    with pytest.raises(EOFError):
+        pipe.receive(deadline)
+    pipe.close()

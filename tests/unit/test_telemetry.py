@@ -3,12 +3,14 @@
 import io
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 
 from mcore_rl.progress import PROGRESS_FD, Progress, progress_stream, step_line
 from mcore_rl.telemetry.fanout import FanOut
-from mcore_rl.telemetry.jsonl import dump_line, read_rows
+from mcore_rl.telemetry.jsonl import dump_line, read_rows, read_texts
 from mcore_rl.telemetry.jsonl_sink import JsonlSink
 from mcore_rl.telemetry.metrics import Metric, Reducer, combine, largest, last, mean, smallest, total
 
@@ -60,6 +62,21 @@ def test_a_half_written_last_line_is_dropped_and_a_broken_one_named(tmp_path):
     path.write_text('{"step":0}\n{"step":1,"lo\n{"step":2}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not JSON"):
         read_rows(path)
+
+
+def test_a_text_is_read_back_as_it_was_written(tmp_path):
+    """Also one with an end of line of str.splitlines, one that is a number's name, and after a cut inside a character."""
+    row = {"a": "x\u2028y\u2029z\x85", "b": "NaN"}
+    line = dump_line(row) + "\n"
+    (tmp_path / "x.jsonl").write_bytes((line + line).encode() + line.encode()[:8])
+    assert read_texts(tmp_path / "x.jsonl") == [row, row]
+
+
+@pytest.mark.parametrize("line", [b"[]", b"\xff", b"[" * 100_000, b"1" * 5_000])
+def test_a_line_that_cannot_be_a_row_is_named(tmp_path, line):
+    (tmp_path / "x.jsonl").write_bytes(b'{"step":0}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 2: "):
+        read_rows(tmp_path / "x.jsonl")
 
 
 def test_the_sink_writes_each_step_at_once(tmp_path):
@@ -167,6 +184,28 @@ def test_progress_can_be_silent():
         progress.log_step(0, dict(ROW))
         progress.finish({"report": "x"})
     assert stream.getvalue() == ""
+
+
+def test_progress_falls_silent_when_nobody_reads_it():
+    """No error at a line, at the end, or when the stream itself goes away with bytes left in it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream, Progress(3, stream=stream) as progress:
+        for step in range(3):
+            progress.log_step(step, dict(ROW))
+        progress.phase("export", 3)
+        progress.finish({"report": "x"}, "done")
+
+
+@pytest.mark.skipif(not Path("/dev/ptmx").exists(), reason="no pseudo-terminals here")
+def test_progress_falls_silent_when_its_terminal_is_gone():
+    main, terminal = os.openpty()
+    stream = os.fdopen(terminal, "w")
+    with stream, Progress(3, stream=stream) as progress:
+        os.close(main)
+        progress.line("x" * 100)
+        progress.advance("training", 1, 3)
+        progress.finish({"report": "x"})
 
 
 def test_progress_goes_to_the_launcher_s_terminal(tmp_path, monkeypatch):

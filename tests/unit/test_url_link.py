@@ -13,7 +13,7 @@ import pytest
 from mcore_rl.errors import EngineRefused
 from mcore_rl.rollout.vllm_engine import VllmEngine
 from mcore_rl.rollout.vllm_url import UrlLink
-from mcore_rl.types import EngineDied, Prompt, SamplingParams, StaleRollout
+from mcore_rl.types import EngineDied, Prompt, SamplingParams, StaleRollout, WeightMismatch
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=4, stop_token_ids=(), samples_per_prompt=2, seed=5)
 PROMPTS = [Prompt(f"p{i}", (1, 2, 10 + i), "", "") for i in range(3)]
@@ -31,6 +31,7 @@ class Server(ThreadingHTTPServer):
         self.bodies: list[dict] = []
         self.version = "0"
         self.pid = 7
+        self.odd: dict[str, tuple[int, bytes, str]] = {}  # path -> status, body and content-encoding, instead of an answer
 
     @property
     def url(self):
@@ -39,12 +40,16 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        self._answer({"weight_version": self.server.version})
+        if self.path in self.server.odd:
+            return self._send(*self.server.odd[self.path])
+        return self._answer({"weight_version": self.server.version})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path in self.server.odd:
+            return self._send(*self.server.odd[self.path])
         if self.path == "/collective_rpc":
-            return self._answer({"results": [{"pid": self.server.pid}]})
+            return self._answer({"results": [{"pid": self.server.pid, "error": "", "active": True}]})
         if self.path == "/update_weight_version":
             self.server.version = body["new_version"]
         if self.path != "/inference/v1/generate":
@@ -58,8 +63,12 @@ class Handler(BaseHTTPRequestHandler):
         return self._answer({"request_id": "r", "choices": [{**choice(body, self.server.version), **(done or {})}]})
 
     def _answer(self, content):
-        data = json.dumps(content).encode()
-        self.send_response(200)
+        self._send(200, json.dumps(content).encode())
+
+    def _send(self, status, data, encoding=""):
+        self.send_response(status)
+        if encoding:
+            self.send_header("Content-Encoding", encoding)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -156,4 +165,86 @@ def test_another_label_on_the_same_server_is_stale(serve):
     server, engine = serve()
     server.version = "9"
     with pytest.raises(StaleRollout, match=r"sampled with weights \['9'\], version 0 was proved"):
+        engine.generate(PROMPTS, SAMPLING)
+
+
+GENERATE, RPC = "/inference/v1/generate", "/collective_rpc"
+LOGPROBS = b'{"prompt_logprobs": [null, {"2": {"logprob": -1}}'
+ODD = [
+    (GENERATE, 502, b'{"error": "bad gateway"}', "HTTP 502: bad gateway"),
+    (GENERATE, 502, b'{"error": null}', "HTTP 502: {'error': None}"),
+    (GENERATE, 400, b'{"error": {"message": "too long"}}', "HTTP 400: too long"),
+    (GENERATE, 404, b"\xff\xfe{", "HTTP 404: "),
+    (GENERATE, 302, b"", "HTTP 302: Found"),
+    (GENERATE, 200, b"<html>hi", "status 200 with something that is no JSON: '<html>hi'"),
+    (GENERATE, 200, b"\xff\xfe{", "status 200 with something that is no JSON"),
+    (GENERATE, 200, b"{}", "request 0 of 1: 'prompt_logprobs' is missing in {}"),
+    (GENERATE, 200, b"null", "request 0 of 1: 'prompt_logprobs' is missing in None"),
+    (GENERATE, 200, LOGPROBS + b"]}", "'prompt_logprobs' has 2 entries for 3 tokens"),
+    (GENERATE, 200, LOGPROBS + b', {"9": {"logprob": -1}}]}', "prompt_logprobs[2]: '3' is missing in {'9'"),
+    (GENERATE, 200, LOGPROBS + b', {"3": {"logprob": null}}]}', "prompt_logprobs[2]: 'logprob' must be a number, not None"),
+    ("/weight_info", 200, b"{}", "'weight_version' is missing in {}"),
+    ("/weight_info", 200, b'{"weight_version": 3}', "'weight_version' must be a string, not 3"),
+    (RPC, 200, b"{}", "'results' is missing in {}"),
+    (RPC, 200, b"", "'results' is missing in None"),
+    (RPC, 200, b'{"results": []}', "'mcore_status': 'results' is empty"),
+    (RPC, 200, b'{"results": [null]}', "'mcore_status': a worker's result must be an object, not None"),
+    (RPC, 200, b'{"results": [{}]}', "'mcore_status': 'names' is missing in {}"),
+    ("/reset_prefix_cache", 200, b"{}", "'success' is missing in {}"),
+    ("/reset_prefix_cache", 200, b'{"success": "false"}', "'success' must be true or false, not 'false'"),
+]
+
+
+@pytest.mark.parametrize(("path", "status", "body", "message"), ODD)
+def test_an_odd_answer_is_refused_with_address_route_and_what_was_wrong(serve, path, status, body, message):
+    server, engine = serve()
+    server.odd[path] = (status, body, "")
+    ask = {
+        GENERATE: lambda: engine.score([[1, 2, 3]]),
+        "/weight_info": lambda: engine.commit(3),
+        RPC: lambda: engine.link.rpc("mcore_status", []),
+        "/reset_prefix_cache": engine.reset_prefix_cache,
+    }
+    with pytest.raises(EngineRefused) as caught:
+        ask[path]()
+    assert server.url in str(caught.value)
+    assert path in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_damaged_body_is_refused_and_keeps_its_reason(serve):
+    server, engine = serve()
+    server.odd[GENERATE] = server.odd["/update_weights"] = (200, b"no gzip", "gzip")
+    with pytest.raises(EngineRefused, match=f"{server.url} .*{GENERATE}: an answer whose content-encoding is wrong: Error -3"):
+        engine.score([[1, 2, 3]])
+    server.odd[RPC] = (200, b"{}", "")
+    with pytest.raises(WeightMismatch, match=f"{server.url} .*/update_weights: an answer whose content-encoding is wrong"):
+        engine.load(0, [])
+
+
+def test_a_weight_update_keeps_the_reason_of_a_server_that_answers_oddly(serve):
+    server, engine = serve()
+    server.odd["/update_weights"] = (500, b'{"error": "no space left"}', "")
+    server.odd[RPC] = (200, b"{}", "")
+    with pytest.raises(WeightMismatch, match="/update_weights: HTTP 500: no space left"):
+        engine.load(0, [])
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"logprobs": [-1.0]}, "'logprobs' must be an object, not [-1.0]"),
+        ({"logprobs": {"content": [-1.0]}}, "'logprob' is missing in -1.0"),
+        ({"token_ids": 5}, "'token_ids' must be a list, not 5"),
+        ({"weight_versions": [{"version": 0}]}, "'version' must be a string, not 0"),
+        ({"finish_reason": 1}, "'finish_reason' must be a string, not 1"),
+    ],
+)
+def test_a_sample_of_another_form_is_refused_by_request_and_field(serve, odd, message):
+    server, engine = serve(lambda count, body: odd if body["token_ids"][2] == 11 else None)
+    with pytest.raises(EngineRefused) as caught:
+        engine.generate(PROMPTS, SAMPLING)
+    assert f"{GENERATE}: request 2 of 6: {message}" in str(caught.value)
+    server.odd[GENERATE] = (200, b'{"request_id": "r", "choices": []}', "")
+    with pytest.raises(EngineRefused, match="request 0 of 6: 'choices' is empty"):
         engine.generate(PROMPTS, SAMPLING)

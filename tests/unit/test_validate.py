@@ -48,6 +48,11 @@ FIELDS = {
     "rollout=url rollout.url=[http://a:1] rollout.engines=2": ["rollout.engines=2", "rollout.placement=owned only"],
     "rollout=url rollout.url=[http://a:1,http://a:1]": ["rollout.url", "twice"],
     "rollout.url_file=servers.txt": ["rollout.url_file=servers.txt", "rollout.placement=url only"],
+    "rollout=url rollout.url=[http://a:1,http://A:1/]": ["rollout.url=http://A:1/", "twice, first as http://a:1"],
+    "rollout=url rollout.url=[http://127.0.0.1:1,http://localhost:1]": ["rollout.url=http://localhost:1", "twice"],
+    "rollout=url rollout.url=[http://127.0.0.1:99999]": ["rollout.url=http://127.0.0.1:99999", "Port out of range"],
+    "rollout=url rollout.url=[http://127.0.0.1:80x]": ["rollout.url=http://127.0.0.1:80x", "http://127.0.0.1:8000 is needed"],
+    "rollout=url rollout.url_file=/nope": ["rollout.url_file=/nope: no such file"],
     "rollout=url rollout.url=[http://10.0.0.7:1]": ["rollout.url=http://10.0.0.7:1", "not loopback"],
     "rollout.sleep_level=2": ["rollout.sleep_level=2", "engines on a CPU cannot sleep"],
     "rollout.placement=url": ["rollout.placement=url", "rollout.url=[http://host:port]"],
@@ -106,6 +111,15 @@ def test_refused_by_name(overrides):
     text = refused([*QUICK, *overrides.split()])
     for part in FIELDS[overrides]:
         assert part in text
+
+
+def test_a_file_of_servers_is_read_before_anything_starts(tmp_path):
+    file = tmp_path / "servers.txt"
+    overrides = [*QUICK, "rollout=url", f"rollout.url_file={file}"]
+    file.write_text("http://127.0.0.1:8000\nhello\n")
+    assert refused(overrides) == f"rollout.url_file={file}:2: hello: an address like http://127.0.0.1:8000 is needed"
+    file.write_text("http://127.0.0.1:8000\n")
+    validate_fields(compose_config(overrides))
 
 
 # config.json of Qwen/Qwen3-30B-A3B and Qwen/Qwen2.5-0.5B-Instruct, the sizes only.

@@ -1,7 +1,8 @@
 """A stand-in for vllm that starts in a moment: one worker, float32 tensors kept as bytes, and a fault on order.
 
 Put its folder before site-packages in the PYTHONPATH of an owned engine. Arguments of LLM: `tensors` (name -> shape) and
-`fault` (`at`: init, start, update0, update1, ..., finish, readback, score, version; `how`: die, hang, oom, refuse).
+`fault` (`at`: init, start, update0, update1, ..., finish, readback, score, version; `how`: die, hang, oom, refuse, tell).
+refuse: raised by vLLM. tell: kept by the last of two workers until it is asked.
 Reads the segment and hashes as the protocol says, on its own: nothing of the project is imported here.
 """
 
@@ -28,6 +29,7 @@ class LLM:
     def __init__(self, tensors, fault):
         self._tensors, self._fault = tensors, fault
         self._held, self._names, self._updates, self._version, self._error = {}, [], 0, "", ""
+        self._active = False
 
     def init_weight_transfer_engine(self, request):
         self._reach("init")
@@ -37,8 +39,11 @@ class LLM:
         self._slot_bytes = info["slot_bytes"]
 
     def start_weight_update(self):
+        if self._active:
+            raise RuntimeError("start_weight_update called while a weight update is already active")
+        self._error = ""
         self._reach("start")
-        self._names, self._updates = [], 0
+        self._names, self._updates, self._active = [], 0, True
 
     def update_weights(self, request):
         self._reach(f"update{self._updates}")
@@ -55,17 +60,21 @@ class LLM:
 
     def finish_weight_update(self):
         self._reach("finish")
+        self._active = False
 
     def collective_rpc(self, method, args):
         if method == "mcore_info":
             return [{"pid": os.getpid()}]
         if method == "mcore_layout":
             return [{name: {"shape": shape, "regions": [["float32", None, 0, 0]]} for name, shape in self._tensors.items()}]
+        if method == "mcore_outcome":
+            return [{"error": error, "active": self._active} for error in ("", self._error)]
         if method == "mcore_status":
-            return [{"names": self._names, "parameters": 0, "error": self._error, "active": False}]
+            return [{"names": self._names, "parameters": 0, "error": self._error, "active": self._active}]
         if method == "mcore_readback":
             self._reach("readback")
             return [{name: [self._digest(name)] for name in args[0]}]
+        self._active = False
         return [{"aborted": True}]
 
     def _digest(self, name):
@@ -99,4 +108,5 @@ class LLM:
         if how == "oom":
             raise MemoryError(f"no memory in {place}")
         self._error = "" if place == "init" else f"no in {place}"
-        raise RuntimeError(f"no in {place}")
+        if how == "refuse":
+            raise RuntimeError(f"no in {place}")
