@@ -95,8 +95,8 @@ def score_answers(checkpoint: Path, requests: Sequence[dict[str, list[int]]]) ->
         prompt, answer = request["prompt"], request["answer"]
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        best, choices = logits.log_softmax(-1).max(-1)
-        given = logits.log_softmax(-1).gather(1, torch.tensor(answer, dtype=torch.int64)[:, None])[:, 0]
+        best, choices = logits.max(-1)  # a difference of logits is one of log-probs
+        given = logits.gather(1, torch.tensor(answer, dtype=torch.int64)[:, None])[:, 0]
         scored.append(Scored(choices.tolist(), (best - given).tolist()))
     return scored
 

@@ -45,8 +45,8 @@ from parallel.packing import pack_micro_batch
 from parallel.runtime import start_runtime
 
 MARK = "BENCH "
-PROBE = [[(row * 977 + place * 131) % VOCAB for place in range(2)] for row in range(2)]
-BUCKET_BYTES = 512 * 1024**2
+PROBE = [[(row * 977 + place * 131) % VOCAB for place in range(16)] for row in range(4)]
+BUCKET_BYTES = 256 * 1024**2  # three layers
 NEVER = 10**9  # one tensor is read back
 KINDS = {"unproved": NEVER, "sync": NEVER, "sync_sampled": SyncConfig().readback_every}
 EXTENSION = "bench_sync_worker.BenchExtension"

@@ -62,8 +62,7 @@ def check_urls(settings: Sequence[tuple[str, str]]) -> None:
         if server in known:
             raise ValueError(f"{setting}: the same server stands there twice, first as {known[server]}")
         known[server] = url
-    for setting, url in settings:
-        check_url(setting, url)
+        check_address(setting, host)
 
 
 def read_url_file(path: Path) -> list[str]:
