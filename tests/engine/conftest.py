@@ -141,7 +141,7 @@ def hybrid_ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     torch.set_num_threads(1)
     rollout = RolloutConfig(max_num_seqs=32, dtype=DType.bfloat16)
     folder = tmp_path_factory.mktemp("hybrid")
-    trained = start(folder, hf_trainer.hybrid_config(), rollout, std=0.05, probe_max_nats=0.4)
+    trained = start(folder, hf_trainer.hybrid_config(), rollout, std=0.04, probe_max_nats=0.2)
     yield trained.ready()
     trained.engine.close()
 
