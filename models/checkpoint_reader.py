@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from models.hf_io import some
 MARKER = "metadata.json"
 BACKEND = "torch_dist"
 COMMON = "common.pt"
+COMMON_OBJECT = "common_state/"
 OWN_FILE = "mcore_rl.json"
 _NUMBERED_LAYER = re.compile(r"^decoder\.layers\.\d+\.")
 NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "common_state", "rerun_state_machine_state")
@@ -126,7 +129,10 @@ class MegatronReader:
         return tensors
 
     def _check_files(self, metadata: Metadata) -> None:
-        """Those of objects as well, and the common state: Megatron loads nothing without them."""
+        """Those of objects as well, and the common state: Megatron loads nothing without them.
+
+        Up to 0.16 it is a file of its own, since then an object among the others.
+        """
         sizes: dict[str, int] = {}
         stored: dict[Any, Any] = metadata.storage_data or {}
         for index, info in stored.items():
@@ -139,8 +145,10 @@ class MegatronReader:
             if end > sizes[info.relative_path]:
                 raise ValueError(f"{path} is truncated: {index.fqn} ends at byte {end} of {sizes[info.relative_path]}")
         common = self.folder / COMMON
-        if not common.is_file() or common.stat().st_size == 0:
-            raise ValueError(f"{common} is {'empty' if common.is_file() else 'missing'}: Megatron loads no checkpoint without it")
+        if common.is_file():
+            _check_archive(common)
+        elif not any(index.fqn.startswith(COMMON_OBJECT) for index in stored):
+            raise ValueError(f"{common} is missing: Megatron loads no checkpoint without its common state")
 
     def weights(self) -> frozenset[str]:
         """Keys of the model's own tensors: no optimizer states."""
@@ -210,6 +218,17 @@ class MegatronReader:
                 f"{self.folder}: the chunks of {tensor.key} hold {filled} of {whole.numel()} elements at {list(start)}"
             )
         return whole.reshape(wanted[len(section.lead) :])
+
+
+def _check_archive(path: Path) -> None:
+    """ValueError unless every member of torch's zip archive has the checksum it was written with. Nothing is unpickled."""
+    try:
+        with ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (BadZipFile, EOFError, NotImplementedError, zlib.error) as error:
+        raise ValueError(f"{path} is no file of torch.save: {error}; Megatron loads no checkpoint without it") from error
+    if damaged:
+        raise ValueError(f"{path} is damaged: {damaged} does not have its checksum")
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

@@ -56,12 +56,15 @@ def check_url(setting: str, url: str) -> None:
 def check_urls(settings: Sequence[tuple[str, str]]) -> None:
     """As check_url for every (setting, url); ValueError also where two of them name the same server."""
     known: dict[tuple[str, int, str], str] = {}
+    hosts: list[tuple[str, str]] = []
     for setting, url in settings:
         host, port, path = _server(setting, url)
         server = ("127.0.0.1" if host == "localhost" else host, port, path)
         if server in known:
             raise ValueError(f"{setting}: the same server stands there twice, first as {known[server]}")
         known[server] = url
+        hosts.append((setting, host))
+    for setting, host in hosts:
         check_address(setting, host)
 
 

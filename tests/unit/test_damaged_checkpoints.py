@@ -195,6 +195,12 @@ def test_nan_and_flipped_bits_in_a_megatron_file(hf, megatron, tmp_path):
     unreadable(megatron, tmp_path, r"experts.linear_fc1.weight holds NaN or infinity at \[1, 2, 6, 0\]")
 
 
+def flipped(archive: bytes) -> bytes:
+    """With one bit of the pickled object changed: the empty dictionary and the end of the stream."""
+    at = archive.index(b"}q\x00.")
+    return archive[:at] + bytes([archive[at] ^ 1]) + archive[at + 1 :]
+
+
 def test_megatron_files_that_hold_no_weights(megatron, tmp_path):
     for name, holds in ((COMMON, "Megatron loads"), (OBJECTS_FILE, r"is truncated: \S+_extra_state")):
         kept = (megatron / name).read_bytes()
@@ -205,6 +211,15 @@ def test_megatron_files_that_hold_no_weights(megatron, tmp_path):
         with pytest.raises(ValueError, match=f"{name} is missing"):
             reshard(megatron, tmp_path / "cut", ImportOptions(fsync=False), shard_bytes=1)
         (megatron / name).write_bytes(kept)
+    whole = (megatron / COMMON).read_bytes()
+    for broken, wrong in (
+        (b"junk" * 100, "is no file of torch.save"),
+        (whole[:-40], "is no file of"),
+        (flipped(whole), "is damaged"),
+    ):
+        (megatron / COMMON).write_bytes(broken)
+        unreadable(megatron, tmp_path, rf"{COMMON} {wrong}")
+    (megatron / COMMON).write_bytes(whole)
     (megatron / ".metadata").write_bytes(b"Vtext\n.")  # a pickled string
     unreadable(megatron, tmp_path, r"\.metadata cannot be read")
 
