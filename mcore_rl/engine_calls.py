@@ -2,6 +2,7 @@
 
 An engine that died is replaced on rank 0, every engine gets a proved sync with a full read-back, and then the question
 is asked again, with the same seeds. Beyond rollout.max_engine_restarts deaths the run ends with the last one's message.
+An engine that lives and failed its proof ends the run, or is synced again in full: sync.on_failed_proof.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TypeVar
 
 from mcore_rl.run import Run
 from mcore_rl.seams import RolloutEngine
+from mcore_rl.sync.resync import proved_or_resynced
 from mcore_rl.types import EngineDied, Pass, SyncReport
 from parallel.collectives import on_rank0
 
@@ -40,7 +42,9 @@ def proved_sync(run: Run) -> SyncReport:
         try:
             if run.config.rollout.sleep_level:
                 on_rank0(lambda: None if run.fleet is None else run.fleet.wake())
-            return run.weight_sync.sync(source, lambda: probe_logprobs(run))
+            return proved_or_resynced(
+                run.weight_sync, source, lambda: probe_logprobs(run), run.config.sync, tell=lambda line: _say(run, line)
+            )
         except EngineDied:
             if not _survives(run):
                 raise
@@ -64,10 +68,16 @@ def probe_logprobs(run: Run) -> list[list[float]]:
 
 
 def engine_metrics(run: Run) -> dict[str, float | list[float]]:
-    """engine/restarts: deaths that the run has survived so far; engine/alive: engines that answer. On rank 0."""
+    """engine/restarts: deaths that the run has survived so far; engine/alive: engines that answer; sync/resyncs: complete
+    syncs that followed a failed proof so far. On rank 0.
+    """
     if run.fleet is None:
         return {}
-    return {"engine/restarts": float(run.fleet.losses), "engine/alive": float(len(run.fleet.members))}
+    return {
+        "engine/restarts": float(run.fleet.losses),
+        "engine/alive": float(len(run.fleet.members)),
+        "sync/resyncs": float(run.weight_sync.resyncs),
+    }
 
 
 def _survives(run: Run) -> bool:
@@ -75,10 +85,17 @@ def _survives(run: Run) -> bool:
 
 
 def _refresh(run: Run) -> None:
-    """Replace what is lost; after any change the next sync sets up and reads back everything. Says it in one line each."""
-    lines = on_rank0(lambda: [] if run.fleet is None else run.fleet.refresh())
-    if lines:
+    """Replace what is lost; after any change the next sync sets up and reads back everything. Says it in one line each.
+
+    A list of addresses that cannot be used changes no engine: it is only said.
+    """
+    changes = on_rank0(lambda: [] if run.fleet is None else run.fleet.refresh())
+    if changes:
         run.weight_sync.renew()
-    for line in lines:
-        if run.progress is not None:
-            run.progress.line(line)
+    for line in changes + on_rank0(lambda: [] if run.fleet is None else run.fleet.complaints()):
+        _say(run, line)
+
+
+def _say(run: Run, line: str) -> None:
+    if run.progress is not None:
+        run.progress.line(line)

@@ -8,6 +8,7 @@ from mcore_rl.config.compose import resolved_yaml
 from mcore_rl.config.device import uses_cuda
 from mcore_rl.config.schema import RunConfig
 from mcore_rl.config.validate import validate
+from mcore_rl.progress import say
 from mcore_rl.ranks import run_ranks
 from mcore_rl.run_folder import fresh_folder, write_launch
 from mcore_rl.summary import summarise_failure
@@ -16,27 +17,21 @@ from mcore_rl.summary import summarise_failure
 def launch(stage: str, config: RunConfig, command: list[str]) -> int:
     """Run `stage` on this host's ranks; the exit code. The last line on stderr says why a run failed.
 
-    Raises ValueError before anything starts when the configuration cannot work.
+    Raises ValueError before anything starts when the configuration cannot work. A run goes on when nobody reads its stdout.
     """
     validate(config, stage, local_ranks=config.layout.world)
     folder, moved = fresh_folder(config)
     if moved is not None:
-        _say(f"an earlier run of this name is kept in {moved}")
+        say(f"an earlier run of this name is kept in {moved}", sys.stdout)
     folder.config.write_text(resolved_yaml(config), encoding="utf-8")
     write_launch(folder, command)
-    _say(f"{stage}: starting {config.layout.world} rank(s); logs in {folder.logs}")
+    say(f"{stage}: starting {config.layout.world} rank(s); logs in {folder.logs}", sys.stdout)
     ranks = [sys.executable, "-m", "mcore_rl.rank", stage, str(folder.config)]
     outcome = run_ranks(ranks, world=config.layout.world, folder=folder, env=rank_environment(config))
     if outcome.exit_code:
         summarise_failure(folder, outcome.message)
-        sys.stderr.write(f"mcore-rl {stage}: {outcome.message}\n")
-        sys.stderr.flush()
+        say(f"mcore-rl {stage}: {outcome.message}", sys.stderr)
     return outcome.exit_code
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def rank_environment(config: RunConfig) -> dict[str, str]:

@@ -14,9 +14,11 @@ from mcore_rl.step_metrics import StepOutcome
 def train(run: Run) -> None:
     """Train `run.policy` for `config.train.steps` rollout batches; collective over the trainer's ranks.
 
-    Starts with a sync, so the engine samples with exactly the trainer's weights, and every step ends with one that
-    must return the policy's version. Raises StaleRollout, WeightMismatch, EngineDied or StopRun; nothing is skipped.
+    Starts with a sync, so the engine samples with exactly the trainer's weights; the probe's floor is what trainer and
+    engine differ by there, where a warm-up may have moved it. Every step ends with a sync that must return the policy's
+    version. Raises StaleRollout, WeightMismatch, EngineDied or StopRun; nothing is skipped.
     """
+    run.weight_sync.measure_floor()
     sync(run)
     for step in range(run.config.train.steps):
         prompts = draw_prompts(run, step)

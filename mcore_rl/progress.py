@@ -6,6 +6,7 @@ in MCORE_RL_PROGRESS_FD; without it (under torchrun) stdout is used.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import sys
@@ -34,9 +35,37 @@ _COLUMNS = (
 
 
 def progress_stream() -> TextIO:
-    """Where progress goes in this process."""
+    """Where progress goes in this process. A descriptor that cannot be written to is named in a warning and not used."""
     number = os.environ.get(PROGRESS_FD)
-    return sys.stdout if number is None else os.fdopen(int(number), "w", encoding="utf-8", closefd=False)
+    if number is not None:
+        try:
+            return _opened(int(number))
+        except (ValueError, OverflowError, OSError) as error:
+            say(f"{PROGRESS_FD}={number!r} is no open file descriptor to write to ({error}); progress goes to stdout", sys.stderr)
+    return Path(os.devnull).open("w", encoding="utf-8") if sys.stdout is None else sys.stdout
+
+
+def _opened(descriptor: int) -> TextIO:
+    if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        raise ValueError("it is open for reading alone")
+    return os.fdopen(descriptor, "w", encoding="utf-8", closefd=False)
+
+
+def say(line: str, stream: TextIO | None) -> None:
+    """One line for a person. A stream that is closed, or that nobody reads any more, takes it and all that follow silently."""
+    if stream is None:
+        return
+    try:
+        stream.write(line + "\n")
+        stream.flush()
+    except OSError:
+        silence(stream)
+
+
+def silence(stream: TextIO) -> None:
+    """What is still in the buffer and all that follows goes nowhere: it would fail again, at the latest when the process ends."""
+    with suppress(OSError), Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, float | list[float]], *, held_out: float | None = None) -> str:
@@ -161,9 +190,7 @@ class Progress:
             yield
         except OSError:
             self._enabled, self._bar = False, None
-            # What is left in the stream's buffer would be written once more, and fail, when the process ends.
-            with suppress(OSError), Path(os.devnull).open("w") as nowhere:
-                os.dup2(nowhere.fileno(), self._stream.fileno())
+            silence(self._stream)
 
 
 def _number(metrics: Mapping[str, float | list[float]], name: str) -> str:

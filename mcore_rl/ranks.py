@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from mcore_rl.guard import read_error
-from mcore_rl.progress import PROGRESS_FD
+from mcore_rl.progress import PROGRESS_FD, silence
 from mcore_rl.run_folder import RunFolder
 
 _POLL_S = 0.1
@@ -88,7 +88,7 @@ class _Crew:
         }
         self.folder.logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            terminal = os.dup(sys.stdout.fileno())
+            terminal = _terminal()
             stack.callback(os.close, terminal)
             for rank in range(world):
                 log = stack.enter_context(self.folder.rank_log(rank).open("ab"))
@@ -170,8 +170,20 @@ def _last_line(log: Path) -> str:
     return lines[-1].strip()[:500] if lines else "it printed nothing"
 
 
+def _terminal() -> int:
+    """A descriptor of its own for our stdout; of nothing where that is closed."""
+    try:
+        return os.dup(sys.stdout.fileno()) if sys.stdout is not None else os.open(os.devnull, os.O_WRONLY)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
 def _show_cursor() -> None:
     """A rank that was killed while it drew a bar has left the cursor hidden."""
-    if sys.stdout.isatty():
+    if sys.stdout is None or not sys.stdout.isatty():
+        return
+    try:
         sys.stdout.write("\x1b[?25h")
         sys.stdout.flush()
+    except OSError:
+        silence(sys.stdout)

@@ -72,6 +72,11 @@ def digest_of(tensor: Tensor) -> str:
     return xxhash.xxh3_64(raw_bytes(tensor)).hexdigest()
 
 
+def digest_of_file(path: Path) -> str:
+    """xxh3-64 of a small file's bytes, in hexadecimal."""
+    return xxhash.xxh3_64(path.read_bytes()).hexdigest()
+
+
 class ItemFile:
     """A file of items, mapped."""
 

@@ -8,16 +8,45 @@ from typing import Any
 
 from models.spec import Llama3Scaling, Rope
 
+MAX_SIZE = 1_000_000_000
+LIMITS = {
+    "num_hidden_layers": 2_000,
+    "num_experts": 10_000,
+    "num_local_experts": 10_000,
+    "hidden_size": 10_000_000,
+    "vocab_size": 100_000_000,
+}
+"""The largest size that is read, far above any published model; MAX_SIZE for every other integer.
+
+Layers and experts are counted out, one rule for each parameter, before anything can be compared with the checkpoint.
+"""
+MAX_EXPERTS_IN_ALL = 250_000
 DEFAULT_THETA = 10000.0
 FULL_ATTENTION_INTERVAL = 4
 
 
 def integer(config: Mapping[str, Any], key: str) -> int:
-    """A positive integer; ValueError naming the key otherwise."""
-    value = config.get(key)
+    """A positive integer, at most the key's limit; ValueError naming the key otherwise."""
+    value, most = config.get(key), LIMITS.get(key, MAX_SIZE)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} = {value!r} is not a positive integer")
+    if value > most:
+        raise ValueError(f"{key} = {value} is more than any model has; at most {most:,} is read")
     return value
+
+
+def integer_or(config: Mapping[str, Any], key: str, default: int) -> int:
+    """As integer; the default where the key is missing, null or 0."""
+    return integer(config, key) if config.get(key) else default
+
+
+def check_experts_in_all(num_layers: int, num_experts: int) -> None:
+    """ValueError when the experts of all layers together are more than any model has."""
+    if num_layers * num_experts > MAX_EXPERTS_IN_ALL:
+        raise ValueError(
+            f"num_hidden_layers = {num_layers} of {num_experts} experts make {num_layers * num_experts:,} experts, more than any "
+            f"model has; at most {MAX_EXPERTS_IN_ALL:,} are read"
+        )
 
 
 def number(config: Mapping[str, Any], key: str) -> float:

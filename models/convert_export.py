@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.checkpoint_items import digest_of
 from models.checkpoint_layout import Section, sections_of
 from models.checkpoint_reader import MARKER, MegatronReader, check_stored, stored_digests
 from models.convert_carried import TIED_HEAD, read_config, with_dtype
-from models.convert_megatron import CARRIED_FILE, COMPANIONS, LAYOUT_FILE
+from models.convert_megatron import CARRIED_FILE, COMPANIONS, LAYOUT_FILE, check_layout
 from models.convert_staging import Report, Staging, Step, check_free_space, check_target, silent
 from models.convert_text_only import text_only_config, text_only_plans
 from models.hf_file import DTYPE_NAMES, DTYPES, SafetensorsFile
@@ -115,10 +116,13 @@ class CheckpointSource:
         self.reference = options.reference or folder / COMPANIONS
         self.tensors = open_decoder(folder, self.reference, check_digests=check_digests)
         self.spec = self.tensors.spec
+        if check_digests:
+            check_layout(self.reference)
         stored = (self.reference / INDEX).is_file() or (self.reference / SINGLE).is_file()
         self._folder = CheckpointReader(self.reference) if stored else None
         carried = self.reference / CARRIED_FILE
         self._carried = SafetensorsFile(carried) if self._folder is None and carried.is_file() else None
+        self._check_digests, self._carried_digests = check_digests, dict[str, str]()
         self.plans, self.index = self._plan()
 
     def _plan(self) -> tuple[tuple[FilePlan, ...], str | None]:
@@ -130,8 +134,7 @@ class CheckpointSource:
             path = self.reference / INDEX
             index = path.read_text(encoding="utf-8") if path.is_file() else None
         elif layout.is_file():
-            stored = json.loads(layout.read_text(encoding="utf-8"))
-            plans, index = tuple(_plan_from(row) for row in stored["files"]), stored["index"]
+            plans, index, self._carried_digests = _read_layout(layout)
         else:
             plans = plan_shards(self.tensors.slot(t.name) for rule in self.tensors.rules for t in rule.tensors)
         ours = tuple(replace(plan, slots=tuple(self._as_stored(slot) for slot in plan.slots)) for plan in plans)
@@ -163,9 +166,25 @@ class CheckpointSource:
         elif self._folder is not None:
             yield self._folder.read_stored(slot.name)
         elif self._carried is not None and slot.name in self._carried.entries:
-            yield self._carried.tensor(slot.name)
+            yield self._carried_tensor(self._carried, slot.name)
         else:
             raise ValueError(f"{self.reference} lacks the tensor {slot.name}")
+
+    def _carried_tensor(self, file: SafetensorsFile, name: str) -> Tensor:
+        tensor, written = file.tensor(name), self._carried_digests.get(name)
+        if self._check_digests and written is not None and digest_of(tensor) != written:
+            found = f"its digest is {digest_of(tensor)}, {LAYOUT_FILE} says {written}"
+            raise ValueError(f"{file.path}: {name} is not what was written: {found}")
+        return tensor
+
+
+def _read_layout(path: Path) -> tuple[tuple[FilePlan, ...], str | None, dict[str, str]]:
+    """Files, the index's text, digests of the carried tensors. ValueError naming the file when it does not hold them."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return tuple(_plan_from(row) for row in stored["files"]), stored["index"], dict(stored.get("carried", {}))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} does not hold the layout of a Hugging Face folder: {error!r}") from error
 
 
 def _plan_from(row: Sequence[Any]) -> FilePlan:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from models.checkpoint_items import digest_of
 from models.checkpoint_layout import Section, sections_of
 from models.convert_carried import Carried, carried_tensors, decoder_names
-from models.convert_megatron import CARRIED_FILE, LAYOUT_FILE, VERSION, ImportOptions, write_megatron
+from models.convert_megatron import CARRIED_FILE, LAYOUT_FILE, VERSION, ImportOptions, check_cut, write_megatron
 from models.convert_staging import Report, Staging, check_target, silent
 from models.hf_io import INDEX, CheckpointReader, check_names
 from models.hf_write import FilePlan, ShardFile, Slot, copy_companions, plan_of
@@ -32,6 +33,7 @@ def hf_to_megatron(source: Path, target: Path, options: ImportOptions, report: R
     """
     check_target(target, source)
     made = HuggingFaceSource(source, options.mtp)
+    check_cut(made.rules, made.spec, options)
     with Staging(target, _fingerprint(made.reader, options), fsync=options.fsync) as staging:
         write_megatron(made, made.rules, options, staging, report)
 
@@ -68,16 +70,19 @@ class HuggingFaceSource:
         return self._plan.nbytes
 
     def write_companions(self, folder: Path, *, fsync: bool) -> None:
-        """Copy the small files, the carried tensors bit by bit, and write down the layout."""
+        """Copy the small files, the carried tensors bit by bit, and write down the layout with those tensors' digests."""
+        digests: dict[str, str] = {}
         copy_companions(self.reader.folder, folder)
         if self.carried.config is not None:
             (folder / "config.json").write_text(self.carried.config, encoding="utf-8")
         if self._plan.slots:
             with ShardFile(folder / CARRIED_FILE, self._plan, fsync=fsync) as file:
                 for slot in self._plan.slots:
-                    file.put(slot.name, self.reader.read_stored(slot.name))
+                    tensor = self.reader.read_stored(slot.name)
+                    file.put(slot.name, tensor)
+                    digests[slot.name] = digest_of(tensor)
                 file.close()
-        (folder / LAYOUT_FILE).write_text(json.dumps(self._layout()), encoding="utf-8")
+        (folder / LAYOUT_FILE).write_text(json.dumps({**self._layout(), "carried": digests}), encoding="utf-8")
 
     def _layout(self) -> dict[str, object]:
         """Files, their tensors in order, and the index's text when all of them are there."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from models.checkpoint_items import digest_of_file
 from models.checkpoint_layout import Section, extra_state_keys, layers_alike, sections_of
 from models.checkpoint_reader import OWN_FILE, place_name
 from models.checkpoint_writer import Item, finish_checkpoint, write_items
@@ -21,7 +22,8 @@ from models.weight_map import Rule
 COMPANIONS = "hugging_face"
 CARRIED_FILE = "carried.safetensors"
 LAYOUT_FILE = "layout.json"
-VERSION = 1
+LAYOUT_DIGEST = "layout"
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,19 @@ def units_of(rules: Iterable[Rule]) -> tuple[tuple[str, tuple[Rule, ...]], ...]:
     """Rules by the unit they are written in: before the layers, every layer, after the layers."""
     groups = groupby(rules, key=lambda rule: rule.place.value if rule.layer is None else f"layer {rule.layer}")
     return tuple((name, tuple(group)) for name, group in groups)
+
+
+def check_cut(rules: Iterable[Rule], spec: ModelSpec, options: ImportOptions) -> None:
+    """ValueError naming the number and the tensor when the sizes that the pieces are cut for do not divide the model."""
+    for rule in rules:
+        key, ranks = ("tp", options.tp) if rule.expert is None else ("etp", options.etp)
+        for section in sections_of(rule, spec, stacked=layers_alike(spec), tp=options.tp) if ranks > 1 else ():
+            if section.axis is not None and section.shape[section.axis] % ranks:
+                size = section.shape[section.axis]
+                raise ValueError(
+                    f"{key}={ranks}: {section.key}: dimension {section.axis} of {list(section.shape)} does not divide into "
+                    f"{ranks} pieces; a divisor of {size} is needed"
+                )
 
 
 class _Writer:
@@ -127,7 +142,9 @@ class _Writer:
 def write_megatron(source: Source, rules: tuple[Rule, ...], options: ImportOptions, staging: Staging, report: Report) -> None:
     """Write the checkpoint and give it its name."""
     items = _Writer(source, rules, options, staging).run(report)
-    (staging.folder / OWN_FILE).write_text(json.dumps(_description(source, options, items)), encoding="utf-8")
+    layout = staging.folder / COMPANIONS / LAYOUT_FILE
+    about = _description(source, options, items) | ({LAYOUT_DIGEST: digest_of_file(layout)} if layout.is_file() else {})
+    (staging.folder / OWN_FILE).write_text(json.dumps(about), encoding="utf-8")
     finish_checkpoint(staging.folder, items, extra_state_keys(rules, source.spec), fsync=options.fsync)
     staging.complete()
 
@@ -135,6 +152,31 @@ def write_megatron(source: Source, rules: tuple[Rule, ...], options: ImportOptio
 def _complete(path: Path, rows: list[list[Any]]) -> bool:
     end = max(item.start + item.length for item in map(Item.from_json, rows))
     return path.is_file() and path.stat().st_size == end
+
+
+def layout_fault(companions: Path) -> str | None:
+    """What is wrong with the file layout in a checkpoint's hugging_face/ folder, by the digest in the file above it.
+
+    None as well where there is no layout, or nothing above it: a Hugging Face folder, or a checkpoint without any digest.
+    """
+    layout, own = companions / LAYOUT_FILE, companions.absolute().parent / OWN_FILE
+    if not layout.is_file() or not own.is_file():
+        return None
+    try:
+        written = json.loads(own.read_text(encoding="utf-8")).get(LAYOUT_DIGEST)
+    except (ValueError, AttributeError, RecursionError) as error:
+        return f"{own} does not hold the checkpoint's digests: {error!r}"
+    if written is None:
+        return f"{layout} cannot be checked: {own}, of an older version, has no digest of it; convert the source again"
+    found = digest_of_file(layout)
+    return None if found == written else f"{layout} is not what was written: its digest is {found}, {OWN_FILE} says {written}"
+
+
+def check_layout(companions: Path) -> None:
+    """ValueError naming the file when `layout_fault` finds something."""
+    fault = layout_fault(companions)
+    if fault is not None:
+        raise ValueError(fault)
 
 
 def _description(source: Source, options: ImportOptions, items: Iterable[Item]) -> dict[str, Any]:

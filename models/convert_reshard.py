@@ -18,7 +18,7 @@ from torch import Tensor
 from models.checkpoint_layout import Section, sections_of
 from models.checkpoint_reader import MARKER, is_distributed_checkpoint
 from models.convert_export import DecoderTensors, open_decoder
-from models.convert_megatron import COMPANIONS, ImportOptions, write_megatron
+from models.convert_megatron import COMPANIONS, ImportOptions, check_cut, check_layout, write_megatron
 from models.convert_staging import Report, Staging, Step, check_free_space, check_target, silent
 from models.hf_io import INDEX, CheckpointReader, is_finite
 from models.hf_write import FilePlan, ShardFile, copy_companions, index_text, plan_of, plan_shards
@@ -33,6 +33,7 @@ def reshard(source: Path, target: Path, options: ImportOptions, *, shard_bytes: 
     check_target(target, source)
     if is_distributed_checkpoint(source):
         made = _MegatronSource(source)
+        check_cut(made.decoder.rules, made.spec, options)
         with Staging(target, _fingerprint(source, options.tp, options.etp), fsync=options.fsync) as staging:
             write_megatron(made, made.decoder.rules, options, staging, report)
         return
@@ -50,6 +51,7 @@ class _MegatronSource:
         self.decoder: DecoderTensors = open_decoder(folder, folder / COMPANIONS)
         self.spec = self.decoder.spec
         self._companions = folder / COMPANIONS
+        check_layout(self._companions)
 
     def tensors(self, rule: Rule, sections: tuple[Section, ...]) -> Iterable[Tensor]:
         """Read section by section. ValueError naming file and tensor on NaN."""

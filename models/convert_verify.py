@@ -21,7 +21,7 @@ from torch import Tensor
 from models.checkpoint_items import digest_of
 from models.checkpoint_reader import MegatronReader, place_name, stored_digests
 from models.convert_export import CheckpointSource, ExportOptions
-from models.convert_megatron import COMPANIONS
+from models.convert_megatron import COMPANIONS, layout_fault
 from models.convert_staging import Report, Step, silent
 from models.hf_io import CheckpointReader
 from models.spec import ModelSpec
@@ -93,10 +93,16 @@ def compare_tensors(megatron: Path, hf: Path, report: Report = silent) -> Compar
 
 
 def wrong_digests(folder: Path) -> Iterator[str]:
-    """Keys of stored pieces whose bytes are not those that were written; nothing for a checkpoint without digests."""
+    """Keys of stored pieces whose bytes are not those that were written, and what is wrong with the layout of the files.
+
+    Nothing for a checkpoint without digests.
+    """
     known = stored_digests(folder)
     if known is None:
         return
+    fault = layout_fault(folder / COMPANIONS)
+    if fault is not None:
+        yield fault
     reader = MegatronReader(folder)
     for key in sorted(known.keys() | reader.weights()):
         tensor = reader.stored(key)

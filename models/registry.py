@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from models.config_keys import integer, layers_without_experts, linear_layers, number, rope
+from models.config_keys import check_experts_in_all, integer, integer_or, layers_without_experts, linear_layers, number, rope
 from models.families import FAMILIES, Family, templates
 from models.hf_io import INDEX, SINGLE, CheckpointReader
 from models.spec import DeltaNetSpec, ModelSpec, MoeSpec
@@ -84,14 +84,16 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     _refuse(text, architecture, family)
     num_layers, moe = integer(text, "num_hidden_layers"), _moe(text, family)
     hidden_size, num_heads = integer(text, "hidden_size"), integer(text, "num_attention_heads")
-    head_dim = text.get("head_dim") or family.default_head_dim or hidden_size // num_heads
+    head_dim = integer_or(text, "head_dim", family.default_head_dim or hidden_size // num_heads)
+    if moe:
+        check_experts_in_all(num_layers, moe.num_experts)
     return ModelSpec(
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden_size,
         ffn_size=integer(text, "moe_intermediate_size" if moe and "intermediate_size" not in text else "intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=text.get("num_key_value_heads") or num_heads,
+        num_kv_heads=integer_or(text, "num_key_value_heads", num_heads),
         head_dim=head_dim,
         vocab_size=integer(text, "vocab_size"),
         max_positions=integer(text, "max_position_embeddings"),

@@ -80,16 +80,18 @@ class Trainer:
         self.chunks = build_model(spec, self.groups, BuildOptions(dtype=torch.bfloat16))
         load_hf_weights(self.chunks, spec, self.groups, checkpoint)
         self.weights = PolicyWeights(ModelWeights(self.chunks, spec, self.groups), lambda: 0)
-        self._row = pack_micro_batch([torch.tensor(row) for row in PROBE], range(len(PROBE)), multiple=1)
+        mine = PROBE[dist.get_rank() :: dist.get_world_size()]
+        self._row = pack_micro_batch([torch.tensor(row) for row in mine], range(len(mine)), multiple=1)
 
     @torch.no_grad()
     def probe(self) -> list[list[float]]:
-        """Both ranks score the same rows: experts are on both."""
+        """Each rank scores its share of the rows, as a policy on two data-parallel ranks does."""
         row = self._row
         with router_pass(self.chunks, "probe", torch.ones(row.num_tokens, dtype=torch.bool)):
             logits = forward_packed(self.chunks[0], row.token_ids, row.cu_seqlens, row.max_len)[:, :VOCAB]
         found = logits.float().log_softmax(-1)[:-1].gather(-1, row.token_ids[1:, None])[:, 0].split(len(PROBE[0]))
-        return [part[: len(PROBE[0]) - 1].tolist() for part in found]
+        shares = gather_builtins([part[: len(PROBE[0]) - 1].tolist() for part in found])
+        return [shares[index % len(shares)][index // len(shares)] for index in range(len(PROBE))]
 
     def held(self) -> dict[str, torch.Tensor]:
         """What this rank would write."""

@@ -66,10 +66,11 @@ def chosen(names: Sequence[str]) -> tuple[Variant, ...]:
 
 
 def study_config(variant: Variant, seed: int, overrides: Sequence[str], folder: Path = FOLDER) -> RunConfig:
-    """The quickstart, smaller, with this variant's algorithm; `overrides` come last."""
+    """The quickstart, smaller and at twice its learning rate, with this variant's algorithm; `overrides` come last."""
     return compose_config(
         [
             "experiment=quickstart",
+            "optimizer.lr=1e-4",
             *variant.overrides,
             f"name=seed{seed}",
             f"out_dir={folder}",

@@ -139,18 +139,29 @@ class RolloutConfig:
     max_tokens: int = 32
 
 
+class OnFailedProof(str, Enum):
+    """What follows a weight sync that an engine did not prove: the run's end, or one complete sync more."""
+
+    stop = "stop"
+    resync = "resync"
+
+
 @dataclass
 class SyncConfig:
     """bucket_bytes bounds one bucket of the weight sync; two are staged.
 
-    probe_sequences are scored by trainer and engine after every sync. Every tensor is read back at least once in
-    readback_every syncs, and all of them at the first sync.
+    probe_sequences are scored by trainer and engine after every sync; probe_max_nats and probe_mean_nats (null: none) bound
+    the largest and the mean difference. Every tensor is read back at least once in
+    readback_every syncs, and all of them at the first sync. max_resyncs: re-syncs of a run, all together.
     """
 
     bucket_bytes: int = 64 * 1024 * 1024
     probe_sequences: int = 4
     probe_max_nats: float = 1e-3
+    probe_mean_nats: float | None = None
     readback_every: int = 10
+    on_failed_proof: OnFailedProof = OnFailedProof.stop
+    max_resyncs: int = 2
 
 
 class TaskKind(str, Enum):

@@ -25,6 +25,8 @@ from mcore_rl.rollout.sleep import check_level
 from mcore_rl.types import Prompt
 from models.delta_net_kernel import check_kernel
 
+MAX_LOCAL_RANKS = 256
+
 
 def validate(config: RunConfig, stage: str = "train", *, local_ranks: int | None = None) -> None:
     """Raise ValueError, one line with key, value and what would be right, for the first thing that cannot work.
@@ -56,6 +58,9 @@ def _device(config: RunConfig, local_ranks: int | None) -> None:
     require(cuda or config.model.impl is not Impl.te, "model.impl=te", "TransformerEngine needs a GPU; use model.impl=auto")
     check_level(config.rollout.sleep_level, cuda=cuda)
     count = torch.cuda.device_count() if cuda else 0
+    if local_ranks is not None:
+        why = "all ranks would start on this host; start those of several hosts with torchrun"
+        require(local_ranks <= MAX_LOCAL_RANKS, f"layout.world={local_ranks}", f"at most {MAX_LOCAL_RANKS}: {why}")
     if cuda and local_ranks is not None:
         require(
             local_ranks <= count,

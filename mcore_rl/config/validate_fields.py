@@ -135,7 +135,10 @@ def _sync(config: RunConfig) -> None:
     sync = config.sync
     at_least(1, [("sync.bucket_bytes", sync.bucket_bytes), ("sync.probe_sequences", sync.probe_sequences)])
     at_least(1, [("sync.readback_every", sync.readback_every)])
+    at_least(0, [("sync.max_resyncs", sync.max_resyncs)])
     positive([("sync.probe_max_nats", sync.probe_max_nats)])
+    if sync.probe_mean_nats is not None:
+        positive([("sync.probe_mean_nats", sync.probe_mean_nats)])
     coarse = DType.bfloat16 in (config.rollout.dtype, config.model.dtype)
     require(
         not coarse or sync.probe_max_nats >= BF16_PROBE_FLOOR_NATS,
@@ -203,7 +206,9 @@ def _sft(config: RunConfig) -> None:
 
 
 def _evaluation(config: RunConfig) -> None:
-    prompts, most = config.eval.prompts, MAX_HELD_OUT_PROMPTS
-    at_least(1, [("eval.prompts", prompts)])
-    require(prompts <= most, f"eval.prompts={prompts}", f"at most {most:,}: every one is drawn before the run starts")
+    at_least(1, [("eval.prompts", config.eval.prompts)])
+    drawn = {"eval.prompts": config.eval.prompts, "sft.check_prompts": config.sft.check_prompts}
+    for key, prompts in (drawn | {"distill.gate_prompts": config.distill.gate_prompts}).items():
+        most = MAX_HELD_OUT_PROMPTS
+        require(prompts <= most, f"{key}={prompts}", f"at most {most:,}: every one is drawn before the run starts")
     at_least(100, [("eval.bootstrap_samples", config.eval.bootstrap_samples)])

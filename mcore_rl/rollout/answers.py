@@ -16,6 +16,7 @@ _RESULT_KEYS = {
     "mcore_take_routes": ("layers", "top_k", "wide", "requests"),
 }
 _KINDS = {str: "a string", bool: "true or false", list: "a list", dict: "an object", object: "there"}
+_FAILED = ("error", "failed", "failure")
 _SHOWN = 200
 
 
@@ -26,6 +27,23 @@ def field(where: str, content: Any, key: str, kind: type) -> Any:
     if not isinstance(content[key], kind):
         raise EngineRefused(f"{where}: '{key}' must be {_KINDS[kind]}, not {_shown(content[key])}")
     return content[key]
+
+
+def unfailed(where: str, content: Any) -> Any:
+    """The content of an answer with status 200, which may report a failure all the same (EngineRefused)."""
+    if not isinstance(content, dict):
+        return content
+    if content.get("error"):
+        raise EngineRefused(f"{where}: status 200 with an error: {str(content['error'])[:1000]}")
+    if str(content.get("status", "")).lower() in _FAILED:
+        raise EngineRefused(f"{where}: status 200 and says that it failed: {_shown(content)}")
+    return content
+
+
+def done(where: str, content: Any) -> None:
+    """An answer to something that was to be done: where it says anything of success, it must say true (EngineRefused)."""
+    if isinstance(content, dict) and content.get("success", True) is not True:
+        raise EngineRefused(f"{where}: status 200 and says that it was not done: {_shown(content)}")
 
 
 def completion(where: str, answer: Any) -> dict[str, Any]:

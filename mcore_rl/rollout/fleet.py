@@ -135,6 +135,10 @@ class Fleet(EndpointGroup[VllmEngine]):
             lines += self._follow() + self._replace()
         return lines
 
+    def complaints(self) -> list[str]:
+        """What the last `refresh` could not use of a list of addresses, once: every engine stayed as it was."""
+        return self._supply.complaints()
+
     def rest(self) -> None:
         """Let every engine give its GPU memory back, where a sleep level is set."""
         self.each(lambda engine: engine.rest())
@@ -177,7 +181,8 @@ class Fleet(EndpointGroup[VllmEngine]):
 
     def _follow(self) -> list[str]:
         """Seats as the supply has places now."""
-        wanted, lines = self._supply.places(), self._supply.complaints()
+        wanted = self._supply.places()
+        lines: list[str] = []
         for seat in [seat for seat in self._seats if seat.place not in wanted]:
             seat.engine.close()
             self._seats.remove(seat)

@@ -204,12 +204,15 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
 
 def refusal_of(call: Callable[[], object]) -> str:
-    """Why the call was refused, "" when it was not. The traceback goes to the engine's log."""
+    """Why the call was refused, "" when it was not. The traceback goes to the engine's log.
+
+    Memory that ran out too: the worker goes on, and raised through vLLM it would cost the other workers their answers.
+    """
     try:
         call()
     except WeightMismatch as failure:
         return str(failure)
-    except REFUSALS as failure:
+    except (*REFUSALS, MemoryError) as failure:
         traceback.print_exc()
         return f"{type(failure).__name__}: {failure}"
     return ""

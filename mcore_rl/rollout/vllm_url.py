@@ -14,7 +14,7 @@ import httpx
 
 from mcore_rl.errors import EngineRefused
 from mcore_rl.rollout.addresses import check_url, key_headers
-from mcore_rl.rollout.answers import completion, field, prompt_logprobs, worker_results
+from mcore_rl.rollout.answers import completion, done, field, prompt_logprobs, unfailed, worker_results
 from mcore_rl.types import EngineDied
 
 _GENERATE = "/inference/v1/generate"
@@ -77,12 +77,12 @@ class UrlLink:
     def native(self, step: str, payload: dict[str, Any]) -> None:
         """One call of the weight-transfer lifecycle."""
         path, key = _NATIVE[step]
-        self._post(path, {key: payload} if key else {})
+        self._do(path, {key: payload} if key else {})
 
     def rpc(self, method: str, args: list[Any]) -> list[Any]:
         """A worker-extension call, one result per worker."""
         path = "/collective_rpc"
-        return worker_results(self._at(path), self._post(path, {"method": method, "args": args}), method)
+        return worker_results(self._at(path), self._do(path, {"method": method, "args": args}), method)
 
     def reset_prefix_cache(self) -> bool:
         """Whether the cache was emptied."""
@@ -91,7 +91,7 @@ class UrlLink:
 
     def set_version(self, version: str) -> None:
         """Label the weights."""
-        self._post("/update_weight_version", {"new_version": version})
+        self._do("/update_weight_version", {"new_version": version})
 
     def get_version(self) -> str:
         """The server's own label."""
@@ -100,11 +100,11 @@ class UrlLink:
 
     def sleep(self, level: int) -> None:
         """Give the server's GPU memory back."""
-        self._post(f"/sleep?level={level}", {})
+        self._do(f"/sleep?level={level}", {})
 
     def wake(self) -> None:
         """Take it again."""
-        self._post("/wake_up", {})
+        self._do("/wake_up", {})
 
     def health(self) -> None:
         """EngineDied when the server or the engine behind it does not answer."""
@@ -134,6 +134,11 @@ class UrlLink:
                 " --worker-extension-cls mcore_rl.rollout.vllm_worker.WorkerExtension"
                 ' --weight-transfer-config \'{"backend": "mcore_shm"}\''
             ) from failure
+
+    def _do(self, path: str, body: dict[str, Any]) -> Any:
+        content = self._post(path, body)
+        done(self._at(path), content)
+        return content
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         return self._ask("POST", path, body)
@@ -195,9 +200,7 @@ class UrlLink:
         except ValueError as failure:
             said = f"status {response.status_code} with something that is no JSON: {response.text[:300]!r}"
             raise EngineRefused(f"{self._at(path)}: {said}") from failure
-        if isinstance(body, dict) and body.get("error"):
-            raise EngineRefused(f"{self._at(path)}: status 200 with an error: {str(body['error'])[:1000]}")
-        return body
+        return unfailed(self._at(path), body)
 
     def _at(self, path: str) -> str:
         return f"{self.name}: {path}"

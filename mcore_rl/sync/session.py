@@ -33,7 +33,7 @@ from mcore_rl.sync.proof import (
 from mcore_rl.sync.ranks import all_or_none, from_rank0, gather, is_rank0
 from mcore_rl.sync.shm import Segment
 from mcore_rl.sync.stream import Loader, Sending, send_buckets
-from mcore_rl.types import EngineDied, SyncReport, TensorMeta
+from mcore_rl.types import EngineDied, SyncReport, TensorMeta, WeightMismatch
 
 ProbeFn = Callable[[], Sequence[Sequence[float]]]
 
@@ -69,6 +69,7 @@ class WeightSync:
         check_config(config, probe_sequences)
         self._engine = engine
         self._config = config
+        self.resyncs = 0
         self._probe_sequences = [list(ids) for ids in probe_sequences]
         self._channel: _Channel | None = None
         self._created: Segment | None = None
@@ -81,10 +82,19 @@ class WeightSync:
         """Read every tensor back at the next sync."""
         self._full_readback = True
 
+    def measure_floor(self) -> None:
+        """The next sync's probe differences become the floor that later ones are reported beside."""
+        self._floor = None
+
     def renew(self) -> None:
         """Engines were replaced: the next sync sets everything up again and reads every tensor back. Collective."""
         self._channel = None
         self._full_readback = True
+
+    def count_resync(self) -> None:
+        """The next sync repeats one that failed: it sets everything up again and is counted. Collective."""
+        self.resyncs += 1
+        self.renew()
 
     def sync(self, source: WeightSource, probe: ProbeFn) -> SyncReport:
         """Bring the engine to `source`'s weights and prove it. probe: the trainer's log-probs of the probe sequences.
@@ -94,6 +104,9 @@ class WeightSync:
         loader = Loader(self._engine)
         try:
             report = self._sync(source, probe, loader)
+        except EngineRefused as refusal:  # what an engine cannot answer it has not proved
+            self._give_up(loader)
+            raise WeightMismatch(str(refusal)) from refusal
         except Exception:
             self._give_up(loader)
             raise
@@ -184,7 +197,7 @@ class WeightSync:
             scores = ask_each(engine, lambda member: member.score(self._probe_sequences))
             results = [compare_probe(trainer, found) for found in scores]
             for member, result in zip(members(engine), results, strict=True):
-                check_probe(member.name, result, self._config.probe_max_nats)
+                check_probe(member.name, result, self._config.probe_max_nats, self._config.probe_mean_nats)
             return max(result.max_nats for result in results), max(result.mean_nats for result in results)
 
         return ProbeResult(*from_rank0(compare))
@@ -209,6 +222,10 @@ def check_config(config: SyncConfig, probe_sequences: Sequence[Sequence[int]]) -
     """Refuse what could not prove anything (ValueError naming the key)."""
     if config.readback_every < 1:
         raise ValueError(f"sync.readback_every={config.readback_every} must be >= 1 (1 reads every tensor back at every sync)")
+    if config.max_resyncs < 0:
+        raise ValueError(f"sync.max_resyncs={config.max_resyncs} must be >= 0 (0 ends the run with the first failed proof)")
+    if config.probe_mean_nats is not None and not config.probe_mean_nats > 0:
+        raise ValueError(f"sync.probe_mean_nats={config.probe_mean_nats} must be > 0, or null for no bound")
     if not config.probe_max_nats > 0:
         raise ValueError(f"sync.probe_max_nats={config.probe_max_nats} must be > 0")
     if not probe_sequences or any(len(ids) < 2 for ids in probe_sequences):

@@ -16,7 +16,7 @@ from mcore_rl.sync.buckets import Bucket, Slot
 from mcore_rl.sync.digest import wire_digest
 from mcore_rl.sync.endpoint import SyncEndpoint
 from mcore_rl.sync.proof import region_digests
-from mcore_rl.sync.ranks import all_or_none, gather
+from mcore_rl.sync.ranks import all_or_end, all_or_none, gather
 from mcore_rl.sync.shm import SLOTS, Segment
 from mcore_rl.types import WeightMismatch
 
@@ -69,7 +69,7 @@ def send_buckets(
     """Send every bucket; returns the region digests of the sampled tensors this rank holds.
 
     Collective. An error on any rank, or in the engine, is raised on all of them; one in the middle of the policy's own
-    collectives (a bucket's gathers, the probe's forward pass) only once the group's timeout has freed the others.
+    collectives (a bucket's gathers, the probe's forward pass) ends that rank's process, and its launcher the others.
     """
     with all_or_none():
         held = source.held_names()
@@ -79,10 +79,10 @@ def send_buckets(
         digests: dict[str, str] = {}
         with all_or_none():  # no rank writes into a slot that the engine, which rank 0 alone talks to, still reads
             loader.wait(SLOTS - 1)
-        with all_or_none():
+        with all_or_end():
             digests = _write(source, bucket, segment, held=held, sampled=sending.sampled, contents=contents)
         loader.start(slot, _manifest(bucket, gather(digests)))
-    with all_or_none():
+    with all_or_end():
         sending.meanwhile()
     with all_or_none():
         loader.wait()

@@ -16,7 +16,12 @@ class DamageExtension(WorkerExtension):
     """`mcore_break(kind, name)` until `mcore_heal()`."""
 
     def mcore_break(self, kind: str, name: str) -> dict[str, Any]:
-        """kind: without (a patch), or what the loader does to tensor `name`: drop, zero, transpose, bf16, nudge, nudge_bf16."""
+        """kind: without (a patch), or what the loader does to tensor `name`: drop, zero, transpose, bf16, nudge, nudge_bf16,
+        oom, memory; with `@1` behind it only worker 1's does.
+        """
+        kind, _, worker = kind.partition("@")
+        if worker and int(worker) != self.rank:
+            return {"broken": False}
         if kind == "without":
             self._originals = {patch: vars(vllm_transfer)[patch] for patch in _PATCHES}
             setattr(vllm_transfer, name, lambda model: 0)
@@ -59,6 +64,8 @@ def _damage(item: tuple[str, torch.Tensor], kind: str, name: str) -> list[tuple[
         return [(found, tensor.bfloat16().to(tensor.dtype))]
     if kind == "oom":
         raise RuntimeError(f"DefaultCPUAllocator: not enough memory: you tried to allocate {found}")
+    if kind == "memory":
+        raise MemoryError(f"no memory for {found}")
     if kind == "drop":
         return []
     raise ValueError(kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -177,5 +178,21 @@ def test_an_engine_of_two_workers_names_what_it_refuses_and_goes_on(two_workers,
     with pytest.raises(WeightMismatch, match=r"worker 0 of 2: tensor 'model\.\S+' was damaged on the way"):
         two_workers.sync("b", 1)
     monkeypatch.undo()
+    assert len({worker["pid"] for worker in two_workers.link.rpc("mcore_info", [])}) == 2
+    assert two_workers.sync("b", 2).version == 2
+
+
+@pytest.mark.parametrize(("kind", "worker"), [("memory", 0), ("memory@1", 1)])
+def test_a_worker_without_memory_is_a_refusal_that_names_it(two_workers, kind, worker):
+    """A MemoryError in one worker of two or in both: raised through vLLM it would leave answers behind for ever."""
+    two_workers.sync("a", 0)
+    two_workers.damage(kind, "model.norm.weight")
+    started = time.monotonic()
+    message = rf"worker {worker} of 2: MemoryError: no memory for model\.norm\.weight"
+    with pytest.raises(WeightMismatch, match=message):
+        two_workers.sync("b", 1)
+    assert time.monotonic() - started < 30
+    assert two_workers.engine.version is None
+    two_workers.heal()
     assert len({worker["pid"] for worker in two_workers.link.rpc("mcore_info", [])}) == 2
     assert two_workers.sync("b", 2).version == 2

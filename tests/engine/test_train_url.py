@@ -5,6 +5,7 @@ import time
 import psutil
 import pytest
 from cli_runs import CACHE_RESET, FINISHED_LOADING, start_run, wait_for_line, wait_for_rows
+from url_proxy import Proxy
 from url_servers import Server, build_served
 
 LIMIT_S = 60.0
@@ -62,3 +63,44 @@ def test_the_server_dies_in_a_sync(tmp_path, model, server):
     wait_for_rows(run, 1)
     wait_for_line(server.log, FINISHED_LOADING)
     _ends_well(run, server)
+
+
+@pytest.fixture
+def behind(server):
+    """behind(which): a proxy of the server that answers, to those weight updates, that they were not done."""
+    proxies = []
+
+    def start(which):
+        no = {"success": False, "message": "no memory"}
+        proxies.append(Proxy(server.url, lambda path, count: no if path == "/update_weights" and which(count) else None))
+        return proxies[-1]
+
+    yield start
+    for proxy in proxies:
+        proxy.stop()
+
+
+def test_an_update_that_was_not_done_is_synced_again_or_ends_the_run(tmp_path, model, behind):
+    """One bucket a sync; the third is refused once, or always."""
+    again = ("train.steps=3", "sync.on_failed_proof=resync")
+    once = behind(lambda count: count == 3)
+    run = _run(tmp_path, model, once, "healed", *again)
+    code, out, err = run.finish(300.0)
+    assert code == 0, err[-2000:]
+    [line] = [line for line in out.splitlines() if "weight sync failed" in line]
+    said = f"vllm at {once.url} (log: where that server was started): /update_weights: status 200 and says that it was not done: "
+    assert said in line and "no memory" in line and "a complete one follows (re-sync 1 of at most 2)" in line
+    rows = run.rows()
+    assert [row["version"] for row in rows] == [2, 4, 6]
+    assert rows[-1]["sync/resyncs"] == 1
+    assert max(row["delta_max_abs_nats"] for row in rows) <= 1e-3
+
+    code, _, err = _run(tmp_path, model, behind(lambda count: count >= 3), "stopped", *again).finish(300.0)
+    assert code != 0
+    last = err.strip().splitlines()[-1]
+    assert last.count("/update_weights: status 200 and says that it was not done") == 2, err[-2000:]
+    assert "this was the complete sync that followed a failed one" in last
+
+    code, _, err = _run(tmp_path, model, behind(lambda count: count == 3), "default", "train.steps=3").finish(300.0)
+    assert code != 0
+    assert err.strip().splitlines()[-1].count("/update_weights: status 200 and says that it was not done") == 1, err[-2000:]

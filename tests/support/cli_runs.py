@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,9 @@ class CliRun:
         return found
 
 
-def start_run(out_dir: Path, name: str, *overrides: str, stage: str = "train") -> CliRun:
-    """`python -m mcore_rl STAGE` with the small quickstart and `overrides`."""
-    command = [sys.executable, "-m", "mcore_rl", stage, *SMALL, f"out_dir={out_dir}", f"name={name}", *overrides]
+def start_run(out_dir: Path, name: str, *overrides: str, stage: str = "train", base: Sequence[str] = SMALL) -> CliRun:
+    """`python -m mcore_rl STAGE` with `base` (the small quickstart) and `overrides`."""
+    command = [sys.executable, "-m", "mcore_rl", stage, *base, f"out_dir={out_dir}", f"name={name}", *overrides]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     return CliRun(process, out_dir / name)
 

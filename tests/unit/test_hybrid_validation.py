@@ -13,9 +13,9 @@ def test_the_model_brings_the_dtype_and_the_bound_of_its_engine():
     """Also beside a sync group that was chosen, and only for this model."""
     config = compose_config([*HYBRID, "sync=paranoid"])
     assert (config.rollout.dtype, config.model.dtype) == (DType.bfloat16, DType.float32)
-    assert (config.sync.probe_max_nats, config.sync.readback_every) == (0.2, 1)
+    assert (config.sync.probe_max_nats, config.sync.probe_mean_nats, config.sync.readback_every) == (5.0, 0.1, 1)
     plain = compose_config(["experiment=quickstart"])
-    assert (plain.rollout.dtype, plain.sync.probe_max_nats) == (DType.float32, 1e-3)
+    assert (plain.rollout.dtype, plain.sync.probe_max_nats, plain.sync.probe_mean_nats) == (DType.float32, 1e-3, None)
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "ep2"])

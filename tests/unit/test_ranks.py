@@ -5,11 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from mcore_rl.ranks import free_port
+from mcore_rl import launch
+from mcore_rl.config.compose import compose_config
+from mcore_rl.ranks import Outcome, free_port
 
 HERE = Path(__file__).parent / "fake_ranks"
 ROOT = Path(__file__).parents[2]
@@ -109,3 +112,26 @@ def test_ranks_die_with_a_killed_launcher(tmp_path):
 
 def test_free_ports_differ():
     assert len({free_port() for _ in range(20)}) > 15
+
+
+def test_ranks_of_a_launcher_without_a_stdout_end_well(tmp_path):
+    command = [sys.executable, str(HERE / "launcher.py"), str(tmp_path), "0:ok,1:ok", "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    closing = ["sh", "-c", 'exec "$0" "$@" >&-', *command]
+    ended = subprocess.run(closing, stderr=subprocess.PIPE, text=True, env=env, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "\n")
+    wait_until_gone(tmp_path)
+
+
+@pytest.mark.parametrize("outcome", [Outcome(0), Outcome(1, "rank 1 exited with code 1")])
+def test_a_launcher_nobody_reads_runs_on_and_keeps_its_exit_code(tmp_path, monkeypatch, outcome):
+    """Both streams are pipes whose reader is gone (`mcore-rl train 2>&1 | head -1`), and empty when they are closed."""
+    monkeypatch.setattr(launch, "validate", lambda *_, **__: None)
+    monkeypatch.setattr(launch, "run_ranks", lambda *_, **__: outcome)
+    config = compose_config(["experiment=quickstart", f"out_dir={tmp_path}", "name=unread"])
+    with ExitStack() as stack:
+        for name in ("stdout", "stderr"):
+            reader, writer = os.pipe()
+            os.close(reader)
+            monkeypatch.setattr(sys, name, stack.enter_context(os.fdopen(writer, "w")))
+        assert launch.launch("train", config, ["mcore-rl"]) == outcome.exit_code

@@ -261,14 +261,17 @@ def test_read_back_compares_every_region():
 def test_probe_values():
     result = compare_probe([[-1.0, -2.0], [-3.0]], [[-1.5, -2.0], [-3.25]])
     assert (result.max_nats, result.mean_nats) == (0.5, 0.25)
-    check_probe("engine", result, 0.5)
+    check_probe("engine", result, 0.5, None)
+    check_probe("engine", result, 0.5, 0.25)
     with pytest.raises(WeightMismatch, match=r"differ by up to 0.5 nats \(mean 0.25\); sync.probe_max_nats=0.4"):
-        check_probe("engine", result, 0.4)
+        check_probe("engine", result, 0.4, 0.2)
+    with pytest.raises(WeightMismatch, match=r"differ by up to 0.5 nats \(mean 0.25\); sync.probe_mean_nats=0.2"):
+        check_probe("engine", result, 0.5, 0.2)
 
 
 def test_a_probe_of_nan_or_of_nothing_proves_nothing():
     with pytest.raises(WeightMismatch, match="nan"):
-        check_probe("engine", compare_probe([[0.0, math.nan]], [[0.0, 0.0]]), 1.0)
+        check_probe("engine", compare_probe([[0.0, math.nan]], [[0.0, 0.0]]), 1.0, 1.0)
     with pytest.raises(ValueError, match="no token to compare"):
         compare_probe([], [])
     with pytest.raises(ValueError, match=r"trainer scored \[2\] tokens, engine \[1\]"):

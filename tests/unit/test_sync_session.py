@@ -131,6 +131,10 @@ def test_the_floor_is_the_first_probe():
     later = sync.sync(Source(1), lambda: [[-1.5, -2.0], [-3.0]])
     assert (first.floor_max_nats, later.floor_max_nats, later.probe_max_nats) == (0.25, 0.25, 0.5)
     assert first.floor_mean_nats == later.floor_mean_nats == 0.25 / 3
+    sync.measure_floor()
+    renewed = sync.sync(Source(1), lambda: [[-1.0, -2.0], [-2.875]])
+    assert (renewed.floor_max_nats, renewed.probe_max_nats) == (0.125, 0.125)
+    assert sync.sync(Source(2), lambda: VALUES).floor_max_nats == 0.125
 
 
 def test_a_policy_that_steps_during_a_sync_is_named():

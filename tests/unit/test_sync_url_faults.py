@@ -31,6 +31,46 @@ def test_an_error_with_status_200_is_an_error():
     fails("error body with status 200", lambda request: httpx.Response(200, json=body), EngineRefused, "CUDA out of memory")
 
 
+FAILED = {
+    "success false": {"success": False},
+    "success false in words": {"success": "false", "message": "no memory"},
+    "status error": {"status": "error", "message": "no memory"},
+    "status Failed": {"status": "Failed"},
+    "an error in a word": {"error": "no memory"},
+}
+CALLS = {
+    "/init_weight_transfer_engine": lambda link: link.native("init", {}),
+    "/start_weight_update": lambda link: link.native("start", {}),
+    "/update_weights": lambda link: link.native("update", {"slot": 0, "tensors": []}),
+    "/finish_weight_update": lambda link: link.native("finish", {}),
+    "/update_weight_version": lambda link: link.set_version("3"),
+    "/collective_rpc": lambda link: link.rpc("mcore_outcome", ["start"]),
+    "/sleep": lambda link: link.sleep(1),
+    "/wake_up": lambda link: link.wake(),
+}
+
+
+@pytest.mark.parametrize("said", FAILED)
+@pytest.mark.parametrize("route", CALLS)
+def test_an_answer_that_says_it_failed_is_a_refusal_of_that_route(route, said):
+    body = {"results": [{}], **FAILED[said]}
+    with pytest.raises(EngineRefused, match=f"vllm at http://127.0.0.1:9 .*: {route}[^:]*: status 200 (and says|with an error)"):
+        CALLS[route](link_to(lambda request: httpx.Response(200, json=body)))
+
+
+GOOD = [{"message": "Weights updated"}, {"success": True, "new_version": "3"}, {"status": "ok"}, {"error": None}]
+
+
+@pytest.mark.parametrize("body", GOOD, ids=str)
+def test_an_answer_that_says_it_worked_is_taken(body):
+    for route, call in CALLS.items():
+        call(link_to(lambda request, route=route: httpx.Response(200, json={"results": [{}], **body})))
+
+
+def test_a_cache_that_was_not_emptied_is_an_answer_and_no_refusal():
+    assert link_to(lambda request: httpx.Response(200, json={"success": False})).reset_prefix_cache() is False
+
+
 def test_a_refusal_is_quoted():
     body = {"error": {"message": "no such weight"}}
     fails("HTTP 400", lambda request: httpx.Response(400, json=body), EngineRefused, "HTTP 400: no such weight")

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -213,3 +214,28 @@ def test_progress_goes_to_the_launcher_s_terminal(tmp_path, monkeypatch):
         monkeypatch.setenv(PROGRESS_FD, str(terminal.fileno()))
         progress_stream().write("here\n")
     assert (tmp_path / "terminal").read_text() == "here\n"
+
+
+@pytest.mark.parametrize("number", ["", "seven", "-1", "1e3", "9999", "9" * 30, "/dev/null"])
+def test_a_descriptor_that_is_none_is_named_and_not_used(monkeypatch, capsys, number):
+    monkeypatch.setenv(PROGRESS_FD, number)
+    with Progress(3) as progress:
+        progress.line("here")
+    said = capsys.readouterr()
+    assert "here" in said.out
+    assert said.err.startswith(f"{PROGRESS_FD}={number!r} is no open file descriptor to write to")
+    assert len(said.err.splitlines()) == 1
+
+
+def test_a_descriptor_for_reading_is_not_written_to(monkeypatch, capsys):
+    with Path(os.devnull).open() as readable:
+        monkeypatch.setenv(PROGRESS_FD, str(readable.fileno()))
+        assert progress_stream() is sys.stdout
+    assert "open for reading alone" in capsys.readouterr().err
+
+
+def test_progress_without_a_stdout_goes_nowhere(monkeypatch):
+    monkeypatch.delenv(PROGRESS_FD, raising=False)
+    monkeypatch.setattr(sys, "stdout", None)
+    with Progress(3) as progress:
+        progress.line("here")

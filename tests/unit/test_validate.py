@@ -65,6 +65,8 @@ FIELDS = {
     "rollout.max_model_len=40": ["rollout.max_model_len=40", "longest prompt has 19 tokens", "at least 51"],
     "rollout.max_model_len=1024": ["rollout.max_model_len=1024", "512 positions"],
     "layout.tokens_per_micro_batch=64": ["layout.tokens_per_micro_batch=64", "rollout.max_model_len=128"],
+    "sync.max_resyncs=-1": ["sync.max_resyncs=-1", "0"],
+    "sync.probe_mean_nats=0": ["sync.probe_mean_nats=0"],
     "rollout.dtype=bfloat16": ["sync.probe_max_nats=0.001", "sync=bf16"],
     "train.updates_per_batch=3": ["train.updates_per_batch=3", "train.prompts_per_step=32"],
     "train.steps=0": ["train.steps=0", "at least 1"],
@@ -111,6 +113,19 @@ def test_refused_by_name(overrides):
     text = refused([*QUICK, *overrides.split()])
     for part in FIELDS[overrides]:
         assert part in text
+
+
+@pytest.mark.parametrize("key", ["eval.prompts", "sft.check_prompts", "distill.gate_prompts"])
+def test_more_held_out_prompts_than_are_drawn_are_refused(key):
+    text = refused([*QUICK, f"{key}=100001"])
+    assert text == f"{key}=100001: at most 100,000: every one is drawn before the run starts"
+
+
+def test_one_host_starts_so_many_ranks():
+    config = compose_config([*QUICK, "layout.world=1000", "layout.ep=1"])
+    with pytest.raises(ValueError, match=r"^layout\.world=1000: at most 256: .* torchrun$"):
+        validate(config, local_ranks=1000)
+    validate(config)
 
 
 def test_a_file_of_servers_is_read_before_anything_starts(tmp_path):
