@@ -32,6 +32,7 @@ LONG = re.compile(
             r"test_sync_hybrid\.py",
             r"test_sync_layouts\.py",
             r"test_train_models\.py",
+            r"test_train_url\.py::test_an_update_that_was_not_done",
         )
     )
 )

@@ -52,11 +52,11 @@ def test_it_names_the_conditions(tmp_path):
 def test_equal_runs_do_not_differ_and_changes_are_named():
     first = manifest()
     assert diff_manifests(first, manifest("name=other", "out_dir=elsewhere")) == {}
-    changed = manifest("optimizer.lr=5e-5", facts=RunFacts("t", "c", "other", {**FACTS.implementations, "norm": "te"}, "1/boxed"))
+    changed = manifest("optimizer.lr=3e-5", facts=RunFacts("t", "c", "other", {**FACTS.implementations, "norm": "te"}, "1/boxed"))
     assert diff_manifests(first, changed) == {
         "model.digest": ("m", "other"),
         "implementations.norm": ("torch", "te"),
-        "config.optimizer.lr": (1e-4, 5e-5),
+        "config.optimizer.lr": (5e-5, 3e-5),
         "gate.step": (240, None),
     }
     assert "config_sha256" in diff_manifests(first, changed, ignore=())
