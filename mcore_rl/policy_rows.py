@@ -61,15 +61,19 @@ class PolicyRow:
         return (self.fields["weights"] * token_loss).sum()
 
     def loss_inputs(self, values: RowValues) -> LossInputs:
-        """The row as a loss function sees it, with the current policy's values."""
+        """The row as a loss function sees it, with the current policy's values.
+
+        A token that weighs nothing was dropped: it takes no part in a sequence's ratio either.
+        """
+        weights = self.fields.get("weights")
         advantages = torch.zeros(len(self.packed.segments)) if self.advantages is None else self.advantages
         return LossInputs(
             current=values.logprobs,
             old=self.fields.get("old"),
-            mask=self.mask,
+            mask=self.mask if weights is None else self.mask & (weights > 0),
             segment_of_token=self.packed.segment_of_token.to(values.logprobs.device),
             advantages=advantages.to(values.logprobs.device),
-            weights=self.fields.get("weights"),
+            weights=weights,
             entropy=values.entropy,
             scale=self.fields.get("scale"),
             advantage_shift=self.fields.get("shift"),

@@ -16,7 +16,7 @@ from mcore_rl.algorithms.aggregate import token_weights
 from mcore_rl.algorithms.clip_cov import ClipCovInputs, choose_tokens
 from mcore_rl.algorithms.correction import correct
 from mcore_rl.algorithms.kl import kl_reward
-from mcore_rl.config.algorithm import AlgorithmConfig, Denominator, KlPlacement
+from mcore_rl.config.algorithm import AlgorithmConfig, Denominator, KlPlacement, RatioLevel
 from mcore_rl.types import StopRun, TrainBatch
 
 
@@ -50,7 +50,9 @@ def with_correction(update: TrainBatch, config: AlgorithmConfig) -> TrainBatch:
         return update
     if update.old_logprobs is None or update.sampler_logprobs is None:
         raise ValueError("algorithm.correction.enabled=true: the update has no old or no sampler log-probs")
-    found = correct(update.old_logprobs, update.sampler_logprobs, update.tokens.loss_mask, settings)
+    sequence_ratio = config.ratio_level is not RatioLevel.token
+    masks = update.tokens.loss_mask
+    found = correct(update.old_logprobs, update.sampler_logprobs, masks, settings, sequence_ratio=sequence_ratio)
     if not any(bool(keep.any()) for keep in found.keep):
         largest = found.metrics["correction/delta_seq_max_abs_nats"]
         raise StopRun(f"algorithm.correction rejects every response of an update; largest summed mismatch {largest:.3g} nats")

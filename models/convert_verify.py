@@ -28,12 +28,22 @@ from models.spec import ModelSpec
 
 ROWS, TOKENS, SEED = 2, 24, 0
 TOLERANCE = 1e-4
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 _LIMIT_S = 7200.0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """tensors: how many are compared; different: names of those that are not the same bits."""
+    """tensors: how many are compared; different: names of those, and of the tokenizer's files, that are not the same bits."""
 
     tensors: int
     different: tuple[str, ...]
@@ -68,7 +78,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def compare_tensors(megatron: Path, hf: Path, report: Report = silent) -> Comparison:
-    """Every tensor of the Hugging Face folder against the checkpoint, carried ones too. ValueError when one side lacks one.
+    """Every tensor of the Hugging Face folder against the checkpoint, carried ones too, and the tokenizer's files.
+
+    ValueError when one side lacks a tensor.
 
     A checkpoint without a hugging_face/ folder of its own, as Megatron saves them, takes its layout from `hf`.
     """
@@ -89,7 +101,17 @@ def compare_tensors(megatron: Path, hf: Path, report: Report = silent) -> Compar
                 different.append(slot.name)
         done += plan.nbytes
         report(Step(plan.file, done, total, resumed=False))
-    return Comparison(len(planned), tuple(different))
+    return Comparison(len(planned), (*different, *_different_tokenizers(megatron / COMPANIONS, hf)))
+
+
+def _different_tokenizers(own: Path, hf: Path) -> list[str]:
+    """Files that turn text into tokens and are not the same on both sides; none where the checkpoint has no such folder."""
+    names = TOKENIZER_FILES if own.is_dir() else ()
+    return [name for name in names if _bytes_of(own / name) != _bytes_of(hf / name)]
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def wrong_digests(folder: Path) -> Iterator[str]:

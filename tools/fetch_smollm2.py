@@ -56,7 +56,11 @@ def fetch(out: Path, cache: Path) -> Path:
         command = [sys.executable, str(ROOT / "tools" / "convert_gguf.py"), str(gguf), str(made)]
         if subprocess.run(command, check=False).returncode != 0:
             raise SystemExit("SmolLM2-135M-Instruct: the conversion failed, see above")
-        made.rename(out)
+        try:
+            made.rename(out)
+        except OSError:
+            if not (out / "config.json").is_file():  # else another fetch was faster, and its folder is the same
+                raise
     return out
 
 

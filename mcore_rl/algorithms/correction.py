@@ -9,6 +9,9 @@ r = pi / mu (denominator sampler), r' = pi / pi' (denominator trainer). All fact
     sampler       truncate   min(1, cap / w)                        r x that = min(w, cap)
     sampler       mask       1 inside [floor, cap], else dropped    r = w
 
+A sequence ratio carries no token's own w but e^(mean of delta over the tokens kept); with it the last column's sampler rows
+are the factor times that.
+
 With denominator sampler the clip measures from the distribution that really sampled; with trainer it measures from one that
 never did, and r' is 1 before the first update whatever the mismatch. A response is rejected when |sum_t delta_t| (sum) or
 |mean_t delta_t| (mean) exceeds a bound. What is dropped or rejected leaves the loss and its denominators; baselines keep it.
@@ -40,9 +43,17 @@ class Correction:
     metrics: dict[str, float]
 
 
-def correct(old: Sequence[Tensor], sampler: Sequence[Tensor], masks: Sequence[Tensor], config: CorrectionConfig) -> Correction:
+def correct(
+    old: Sequence[Tensor],
+    sampler: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    config: CorrectionConfig,
+    *,
+    sequence_ratio: bool = False,
+) -> Correction:
     """Factors and survivors of one update. old: pi'; sampler: mu; both B tensors [T_b] of log-probs.
 
+    sequence_ratio: whether the ratio is a length-normalised sequence's; what is logged of the weights depends on it.
     ValueError when a mismatch is not finite at a trained token or no token is trained.
     """
     gaps = [
@@ -57,7 +68,12 @@ def correct(old: Sequence[Tensor], sampler: Sequence[Tensor], masks: Sequence[Te
         mask & accepted[i] & _inside(weight, config) for i, (mask, weight) in enumerate(zip(masks, weights, strict=True))
     )
     scale = tuple(_factor(weight, config).to(torch.float32) for weight in weights)
-    return Correction(scale, keep, _metrics(weights, masks, keep, sums, accepted, config))
+    carried = _carried(gaps, weights, keep, sequence_ratio=sequence_ratio, config=config)
+    effective = torch.cat([torch.where(k, s * c, 0.0) for k, s, c in zip(keep, scale, carried, strict=True)])[
+        torch.cat(list(masks))
+    ]
+    metrics = {"correction/ess_frac": _effective_share(effective), **_metrics(weights, masks, keep, sums, accepted, config)}
+    return Correction(scale, keep, metrics)
 
 
 def _check(gaps: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
@@ -91,10 +107,22 @@ def _factor(weight: Tensor, config: CorrectionConfig) -> Tensor:
     return torch.ones_like(weight)
 
 
-def _effective(weight: Tensor, keep: Tensor, config: CorrectionConfig) -> Tensor:
-    """What a token weighs at the sampling weights: the factor, times w where the ratio itself carries it."""
-    inside_ratio = weight if config.denominator is Denominator.sampler else 1.0
-    return torch.where(keep, _factor(weight, config) * inside_ratio, 0.0)
+def _carried(
+    gaps: Sequence[Tensor], weights: Sequence[Tensor], keep: Sequence[Tensor], *, sequence_ratio: bool, config: CorrectionConfig
+) -> list[Tensor]:
+    """What the ratio itself weighs a token with at the sampling weights."""
+    if config.denominator is Denominator.trainer:
+        return [torch.ones_like(weight) for weight in weights]
+    if not sequence_ratio:
+        return list(weights)
+    means = [torch.where(kept, gap, 0.0).sum() / kept.sum().clamp_min(1) for gap, kept in zip(gaps, keep, strict=True)]
+    return [clamped_exp(mean).expand_as(weight) for mean, weight in zip(means, weights, strict=True)]
+
+
+def _effective_share(effective: Tensor) -> float:
+    """(sum v)^2 / (n sum v^2) of the tokens' effective weights v; NaN where all are 0."""
+    square = float(effective.double().square().sum()) * effective.numel()
+    return float(effective.double().sum()) ** 2 / square if square else math.nan
 
 
 def _metrics(
@@ -105,17 +133,14 @@ def _metrics(
     accepted: Tensor,
     config: CorrectionConfig,
 ) -> dict[str, float]:
-    """ess_frac: (sum v)^2 / (n sum v^2) of the tokens' effective weights v. rejected_frac: of the responses with a token."""
+    """rejected_frac: of the responses with a token."""
     mask = torch.cat(list(masks))
     weight, kept = torch.cat(list(weights))[mask], torch.cat(list(keep))[mask]
-    effective = _effective(weight, kept, config)
     responses = torch.tensor([bool(one.any()) for one in masks])
-    square = float(effective.square().sum()) * effective.numel()
     beyond = weight > config.token_cap
     if config.token is TokenCorrection.mask:
         beyond = beyond | (weight < config.token_floor)
     return {
-        "correction/ess_frac": float(effective.sum()) ** 2 / square if square else math.nan,
         "correction/rejected_frac": float((responses & ~accepted).sum()) / float(responses.sum()),
         "correction/token_beyond_frac": float(beyond.double().mean()),
         "correction/kept_token_frac": float(kept.double().mean()),

@@ -7,6 +7,8 @@ With x = log pi(y) - log ref(y) at a token y sampled from pi (at the same prefix
     k2      x^2 / 2                    no (close when x is small)       exactly that of KL(pi||ref): E[x grad log pi]
     k3      e^-x - 1 + x               yes, low variance, >= 0          that of KL(ref||pi), the other direction
 
+Below x = -20, k3 goes on along its tangent there, so that value and slope stay finite.
+
 k1 as a reward, A_t - coef x_t with x_t constant, has the gradient E[x grad log pi]: k2's as a loss, exactly that of
 KL(pi||ref) at every prefix. Unlike a loss term it goes through ratio and clip with the rest of the advantage.
 Exact for one position given its prefix: what a token does to the KL of later prefixes is left out everywhere. All of it
@@ -30,8 +32,10 @@ def kl_values(current: Tensor, reference: Tensor, mask: Tensor, estimator: KlEst
         return gap
     if estimator is KlEstimator.k2:
         return 0.5 * gap.square()
-    back = (-gap).clamp(-MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO)
-    return torch.where(mask, back.exp() - 1.0 - back, 0.0)
+    back = -gap
+    bounded = back.clamp_max(MAX_ABS_LOG_RATIO)
+    beyond = bounded.exp() * (back - bounded)  # exactly 0 within the bound
+    return torch.where(mask, torch.expm1(bounded) - back + beyond, 0.0)
 
 
 def kl_reward(old: Tensor, reference: Tensor, mask: Tensor, coef: float) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from mcore_rl.config.algorithm import (
+    Aggregation,
     AlgorithmConfig,
     Baseline,
     Clip,
@@ -29,6 +30,7 @@ def validate_algorithm(config: AlgorithmConfig, *, samples_per_prompt: int | Non
     """Refuse what cannot mean what it says (ValueError naming key and value): see the messages."""
     if config.aggregation is None:
         raise ValueError("algorithm.aggregation is not set; it has no default because the choice changes what is learned")
+    _aggregation(config)
     _clip(config)
     _clip_scale(config)
     _clip_cov(config, config.clip_cov)
@@ -46,6 +48,12 @@ def validate_algorithm(config: AlgorithmConfig, *, samples_per_prompt: int | Non
 
 def _require(ok: bool, key: str, value: object, why: str) -> None:
     require(ok, f"algorithm.{key}={value}", why)
+
+
+def _aggregation(config: AlgorithmConfig) -> None:
+    if config.aggregation is Aggregation.seq_mean_token_sum_norm:
+        tokens, why = config.length_norm_tokens, "aggregation=seq_mean_token_sum_norm divides by it: at least 1 is needed"
+        _require(tokens is not None and tokens >= 1, "length_norm_tokens", tokens, why)
 
 
 def _clip(config: AlgorithmConfig) -> None:
@@ -71,14 +79,14 @@ def _clip_scale(config: AlgorithmConfig) -> None:
     """A length-normalised ratio moves about a thousandth of a token's: each needs a clip of its own scale."""
     if config.clip is Clip.sapo:
         return
-    widest, bounds = max(config.clip_low, config.clip_high), f"clip_low={config.clip_low}, clip_high={config.clip_high}"
+    found, bounds = (config.clip_low, config.clip_high), f"clip_low={config.clip_low}, clip_high={config.clip_high}"
     if config.ratio_level is RatioLevel.token:
-        if widest < WIDEST_SEQUENCE_CLIP and not config.allow_narrow_token_clip:
+        if min(found) < WIDEST_SEQUENCE_CLIP and not config.allow_narrow_token_clip:
             raise ValueError(
                 f"algorithm.{bounds} with ratio_level=token: a token's ratio leaves this window after almost any update, so "
-                "nearly every token is clipped; use about 0.2 and 0.28, or set allow_narrow_token_clip=true"
+                "nearly every token is clipped on that side; use about 0.2 and 0.28, or set allow_narrow_token_clip=true"
             )
-    elif widest > WIDEST_SEQUENCE_CLIP and not config.allow_wide_sequence_clip:
+    elif max(found) > WIDEST_SEQUENCE_CLIP and not config.allow_wide_sequence_clip:
         raise ValueError(
             f"algorithm.{bounds} with ratio_level={config.ratio_level.value}: a length-normalised ratio hardly leaves 1, so "
             "this never clips; use about 3e-4 and 4e-4, or set allow_wide_sequence_clip=true"

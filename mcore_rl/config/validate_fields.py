@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 
 from mcore_rl.config.requirement import at_least, positive, require
-from mcore_rl.config.schema import DType, EngineKind, OptimizerConfig, Placement, ReplaySource, RouterMode, RunConfig
+from mcore_rl.config.schema import DType, EngineKind, LrSchedule, OptimizerConfig, Placement, ReplaySource, RouterMode, RunConfig
 from mcore_rl.config.validate_reward import validate_data_gate, validate_reward, validate_task_fields
 from mcore_rl.rollout.addresses import check_urls, read_url_file
 
 MAX_HELD_OUT_PROMPTS = 100_000
+MAX_SEED = 2**32 - 1
 WANDB_MODES = ("offline", "online", "disabled")
 BF16_PROBE_FLOOR_NATS = 1e-2
 
@@ -23,8 +24,12 @@ def validate_fields(config: RunConfig) -> None:
     _rollout(config)
     _sync(config)
     _router(config)
-    _optimizer("optimizer", config.optimizer)
-    _optimizer("sft.optimizer", config.sft.optimizer)
+    _optimizer(
+        "optimizer",
+        config.optimizer,
+        ("train.steps x train.updates_per_batch", config.train.steps * config.train.updates_per_batch),
+    )
+    _optimizer("sft.optimizer", config.sft.optimizer, ("sft.steps", config.sft.steps))
     _sft(config)
     _evaluation(config)
     validate_reward(config.reward)
@@ -43,7 +48,7 @@ def _run(config: RunConfig) -> None:
         f"name={config.name!r}",
         "a folder name of letters, digits, '.', '_' and '-' is needed",
     )
-    require(config.seed >= 0, f"seed={config.seed}", "must not be negative")
+    require(0 <= config.seed <= MAX_SEED, f"seed={config.seed}", f"a whole number from 0 to {MAX_SEED} is needed")
     mode = config.telemetry.wandb
     require(mode in WANDB_MODES, f"telemetry.wandb={mode}", f"one of {', '.join(WANDB_MODES)}")
     telemetry = config.telemetry
@@ -175,7 +180,8 @@ def _router(config: RunConfig) -> None:
         require(math.isfinite(value) and value >= 0.0, f"{key}={value}", "must not be negative")
 
 
-def _optimizer(key: str, optimizer: OptimizerConfig) -> None:
+def _optimizer(key: str, optimizer: OptimizerConfig, steps: tuple[str, int]) -> None:
+    """steps: how many there will be, and what says so; none are asked for when it is 0."""
     require(math.isfinite(optimizer.lr) and optimizer.lr >= 0.0, f"{key}.lr={optimizer.lr}", "must not be negative")
     for name, beta in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
         require(0.0 <= beta < 1.0, f"{key}.{name}={beta}", "must lie in [0, 1)")
@@ -184,6 +190,12 @@ def _optimizer(key: str, optimizer: OptimizerConfig) -> None:
     positive([(f"{key}.eps", optimizer.eps), (f"{key}.clip_grad", optimizer.clip_grad)])
     require(optimizer.weight_decay >= 0.0, f"{key}.weight_decay={optimizer.weight_decay}", "must not be negative")
     at_least(0, [(f"{key}.warmup_steps", optimizer.warmup_steps)])
+    cosine = optimizer.schedule is LrSchedule.cosine and steps[1] > 0
+    require(
+        not cosine or optimizer.warmup_steps < steps[1],
+        f"{key}.warmup_steps={optimizer.warmup_steps}",
+        f"{key}.schedule=cosine needs fewer than the {steps[1]} steps of {steps[0]}",
+    )
 
 
 def _sft(config: RunConfig) -> None:

@@ -25,6 +25,23 @@ LENGTH_COST = "length_cost"
 MAX_LENGTH_COST = 0.5
 
 
+LARGEST = 1e12
+"""Of a reward and its terms: the squares of larger ones do not fit the trainer's fp32."""
+_SHOWN_CHARS = 100
+
+
+def in_range(value: float) -> bool:
+    """Neither NaN nor infinite nor beyond LARGEST; whole numbers of any size can be asked."""
+    return -LARGEST <= value <= LARGEST
+
+
+def shown(value: object) -> str:
+    """For a message; a whole number of thousands of digits would be refused by `repr`."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a whole number of {value.bit_length()} bits"
+    return repr(value)[:_SHOWN_CHARS]
+
+
 def gated_silu(goal: float, aux: float) -> float:
     """F1 + F1 sigmoid(F1) aux."""
     return goal + goal * aux / (1.0 + math.exp(-goal))
@@ -43,9 +60,9 @@ def compose(form: RewardForm, goal: float, components: Mapping[str, float]) -> f
     """
     if not 0.0 <= goal <= 1.0:
         raise ValueError(f"goal={goal}: the goal lies in [0, 1]")
-    lost = [f"{name}={value}" for name, value in components.items() if not math.isfinite(value)]
+    lost = [f"{name}={shown(value)}" for name, value in components.items() if not in_range(value)]
     if lost:
-        raise ValueError(f"reward component {lost[0]}: a finite number is needed")
+        raise ValueError(f"reward component {lost[0]}: a finite number is needed, {LARGEST:g} at most")
     aux = math.fsum(components.values())
     if form is RewardForm.goal:
         if components:

@@ -17,6 +17,7 @@ from mcore_rl.config.schema import RolloutConfig
 from models.spec import ModelSpec
 
 ABSENT = "absent"
+NO_DRAFT = "none"
 _SAME, _FITS, _WRONG = "same", "fits", "MISMATCH"
 
 
@@ -31,13 +32,18 @@ class Fact:
 
 
 def trainer_facts(spec: ModelSpec, model_path: Path, rollout: RolloutConfig) -> dict[str, Any]:
-    """What an engine must run. Router and precision are what the trainer declares for its engines (rollout.dtype)."""
+    """What an engine must run. Router and precision are what the trainer declares for its engines (rollout.dtype).
+
+    No draft model: a sync sends the decoder alone, and a draft that stays as it was would be rejected ever more often.
+    """
     facts: dict[str, Any] = {
         "architecture": spec.architecture,
         "layers": spec.num_layers,
         "vocabulary": spec.vocab_size,
         "precision": rollout.dtype.value,
         "max_length": rollout.max_model_len,
+        "logprobs": "raw_logprobs",
+        "draft": NO_DRAFT,
         **text_facts(model_path),
     }
     if spec.moe is not None:

@@ -9,17 +9,22 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
+from mcore_rl.rollout.match import NO_DRAFT
+
 
 def engine_facts(model: nn.Module, config: VllmConfig) -> dict[str, Any]:
     """Fact -> value, as this worker's own modules and configuration say; experts and router only where there are some."""
     described = config.model_config
     text: Any = described.hf_text_config
+    drafts = config.speculative_config
     facts: dict[str, Any] = {
         "architecture": str(described.architecture),
         "layers": int(text.num_hidden_layers),
         "vocabulary": int(text.vocab_size),
         "precision": _name(described.dtype),
         "max_length": int(described.max_model_len),
+        "logprobs": str(described.logprobs_mode),
+        "draft": NO_DRAFT if drafts is None else str(drafts.method),
         "model_folder": str(described.model),
     }
     experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]

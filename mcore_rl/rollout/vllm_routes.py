@@ -21,12 +21,12 @@ class RouteCapture:
 
     def __init__(self, runner: Any) -> None:
         """Watch every router of the runner's model. ValueError where routes could not be told or trusted."""
-        from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter  # noqa: PLC0415
-
         if runner.vllm_config.cache_config.enable_prefix_caching:
             raise ValueError("routes cannot be captured with prefix caching: cached tokens are not routed again")
         if runner.vllm_config.parallel_config.enable_eplb:
             raise ValueError("routes cannot be captured with expert load balancing (EPLB)")
+        from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter  # noqa: PLC0415
+
         self._runner = runner
         self._step: dict[int, Tensor] = {}
         self._rows: dict[str, list[tuple[int, np.ndarray]]] = {}

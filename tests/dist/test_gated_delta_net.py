@@ -9,6 +9,7 @@ from delta_net_ranks import (
     EPS,
     HIDDEN,
     build_without_kernel,
+    fresh_decay_rates,
     operations,
     outputs_only,
     run_layer,
@@ -220,6 +221,17 @@ def test_decay_parameters_stay_float32_in_a_bfloat16_model(ranks, layout):
             assert step.max() <= 1.01e-3  # Adam's first step is the learning rate, far below bfloat16's grid at ln 10
             assert step.min() > 0
         assert ((result["before"]["A_log"].exp() - 10).abs() <= 1e-5).all()
+
+
+def test_new_decay_rates_of_a_bfloat16_model_are_finite(ranks):
+    """Ten thousand heads: drawn in bfloat16, some would be 0 and their logarithm minus infinity."""
+    sizes = DeltaNetSpec(num_k_heads=2500, num_v_heads=10_000, k_head_dim=1, v_head_dim=1)
+    ((a_log, dt_bias),) = ranks.run(fresh_decay_rates, ONE, sizes)
+    assert a_log.shape == (10_000,)
+    assert a_log.dtype is dt_bias.dtype is torch.float32
+    assert bool(a_log.isfinite().all() and dt_bias.isfinite().all())
+    assert 0.0 < float(a_log.exp().min()) < 0.05
+    assert 15.9 < float(a_log.exp().max()) <= 16.001
 
 
 def test_a_distributed_checkpoint_holds_the_same_tensors_at_any_tp(ranks):

@@ -87,6 +87,19 @@ def test_every_rank_sees_the_whole_model_and_holds_its_part(ranks, tmp_path, fam
         assert all(tensor.is_contiguous() for _, tensor in buckets)
 
 
+def test_uneven_stages_in_two_chunks_hand_out_every_layer_once(ranks, tmp_path):
+    """Six layers, two on the first of two stages: 0 and 3 there, 1, 2, 4 and 5 on the other."""
+    write_tiny(tmp_path, "qwen3_moe", num_hidden_layers=6)
+    want = stored_tensors(tmp_path)
+    results = ranks.run(describe_on_rank, ParallelLayout(world=2, pp=2, vpp=2, first_stage_layers=2), str(tmp_path), 5)
+    assert Counter(name for _, held, _, _ in results for name in held) == Counter(dict.fromkeys(want, 1))
+    layers = [{int(number) for name in held for number in re.findall(r"layers\.(\d+)", name)} for _, held, _, _ in results]
+    assert layers == [{0, 3}, {1, 2, 4, 5}]
+    for _, _, buckets, everything in results:
+        assert_bit_equal(dict(everything), want)
+        assert_bit_equal(dict(buckets), {name: want[name] for name, _ in buckets})
+
+
 def refill(folder, dtype):
     """The folder's values replaced: in fp32 every element of the model has a number of its own; decay rates stay fp32."""
     tensors, start = load_file(folder / "model.safetensors"), 0

@@ -84,15 +84,20 @@ def test_order_of_the_batch(ranks, folder, batch, expected, layout):
         torch.testing.assert_close(got["logprobs"][place], expected["logprobs"][index], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [TWO, CP2_DP2], ids=str)
-def test_more_ranks_than_sequences(ranks, folder, batch, layout):
-    """One sequence on two data-parallel ranks: the other runs a dummy micro-batch that weighs nothing."""
-    one = take(batch, [4])
+@pytest.mark.parametrize(("layout", "index"), [(TWO, 4), (CP2_DP2, 4), (CP2, 6)], ids=str)
+def test_more_ranks_than_sequences(ranks, folder, batch, layout, index):
+    """One sequence on two data-parallel ranks: the other runs a dummy micro-batch that weighs nothing.
+
+    Sequence 6 trains one token: one of two context-parallel ranks has nothing to score and still joins in.
+    """
+    one = take(batch, [index])
+    trained = int(batch.tokens.loss_mask[index].sum())
+    assert trained == (14 if index == 4 else 1)
     (alone,) = ranks.run(policy_ranks.one_update, ONE, folder, one, SGD)
     for got in ranks.run(policy_ranks.one_update, layout, folder, one, SGD):
         policy_ranks.assert_same_gradients(got, alone)
         assert got["metrics"]["ratio_mean"] == pytest.approx(alone["metrics"]["ratio_mean"], rel=1e-6)
-        assert [layer["tokens"] for layer in got["routing"]] == [14] * 4
+        assert [layer["tokens"] for layer in got["routing"]] == [trained] * 4
 
 
 def test_auxiliary_loss_of_a_row_that_ranks_share(ranks, folder, batch):
@@ -125,9 +130,11 @@ def neighbours(groups, device, folder, tokens):
     return [policy.logprobs(one, Pass.EVAL).logprobs[3] for one in (tokens, other)]
 
 
-def test_neighbours_in_a_row_are_not_seen(ranks, folder, batch):
-    ((one, other),) = ranks.run(neighbours, ONE, folder, batch.tokens)
-    torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+@pytest.mark.parametrize("layout", [ONE, CP2], ids=str)
+def test_neighbours_in_a_row_are_not_seen(ranks, folder, batch, layout):
+    """Neither as context nor, one place on, as what the last token is scored by."""
+    for one, other in ranks.run(neighbours, layout, folder, batch.tokens):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
 
 
 def noisy_padding(groups, device, folder, batch):
@@ -243,23 +250,30 @@ def test_learning_rate_follows_the_schedule(ranks, folder, batch):
 
 def frozen(groups, device, folder, batch, mode):
     policy_of = RouterPolicy(mode=mode)
-    config = OptimizerConfig(lr=1e-2, weight_decay=0.1)
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0)
     chunks = policy_ranks.build_chunks(groups, folder, policy_of)
     policy = policy_ranks.make_policy(groups, folder, chunks=chunks, optimizer=config)
     before = policy_ranks.full_tensors(policy.weights())
-    reports = [policy.update(replace(batch, old_logprobs=None)) for _ in range(3)]
+    norm = policy.update(replace(batch, old_logprobs=None)).grad_norm
+    gradients = policy_ranks.full_gradients(policy)
+    for _ in range(2):
+        policy.update(replace(batch, old_logprobs=None))
     after = policy_ranks.full_tensors(policy.weights())
     same = {name: torch.equal(before[name], after[name]) for name in before}
-    return same, reports[0].grad_norm
+    return same, norm, gradients
 
 
 def test_freeze_leaves_the_gate_alone(ranks, folder, batch):
-    (plain, norm), *_ = ranks.run(frozen, TWO, folder, batch, "plain")
-    for same, frozen_norm in ranks.run(frozen, TWO, folder, batch, "freeze"):
-        assert {name for name, unchanged in same.items() if unchanged} == {
-            name for name in same if name.endswith("mlp.gate.weight")
-        }
-        assert 0.0 < frozen_norm < norm
+    """Three steps with weight decay. Its gradient leaves the norm; what passes through it to the layers below is all there."""
+    (plain, norm, gradients), *_ = ranks.run(frozen, TWO, folder, batch, "plain")
+    gates = {name for name in plain if name.endswith("mlp.gate.weight")}
+    of_gates = sum(float(gradients[name].double().square().sum()) for name in gates)
+    assert of_gates > 1e-3 * norm**2
+    for same, frozen_norm, rest in ranks.run(frozen, TWO, folder, batch, "freeze"):
+        assert {name for name, unchanged in same.items() if unchanged} == gates
+        assert frozen_norm == pytest.approx((norm**2 - of_gates) ** 0.5, rel=1e-6)
+        assert all(torch.equal(rest[name], grad) for name, grad in gradients.items() if name not in gates)
+        assert not any(rest[name].any() for name in gates)
     assert not any(plain.values())
 
 

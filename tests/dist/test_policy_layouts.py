@@ -23,6 +23,7 @@ LAYOUTS = [
     ParallelLayout(world=4, tp=2, ep=2, sp=True),
     ParallelLayout(world=4, pp=2, ep=2),
     ParallelLayout(world=4, cp=2, ep=2),
+    ParallelLayout(world=4, tp=2, cp=2, sp=True),
     ParallelLayout(world=2, pp=2, vpp=2),
     ParallelLayout(world=2, pp=2, first_stage_layers=1),
     ParallelLayout(world=2, etp=2),

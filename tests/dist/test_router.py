@@ -5,6 +5,7 @@ import torch
 from router_ranks import (
     aux_gradients,
     frozen_dense,
+    large_counts,
     jitter_on_rank,
     outside_any_pass,
     recomputed_gradients,
@@ -149,3 +150,8 @@ def test_recomputation_draws_the_same_noise(ranks, moe):
     assert len(plain) == LAYERS + 1
     for want, got in zip(plain, again, strict=True):
         assert float((got - want).norm()) <= 1e-5 * float(want.norm())
+
+
+def test_large_counts_add_up_exactly_over_ranks(ranks):
+    for load in ranks.run(large_counts, EP2):
+        assert load == [2 * 40_840 + 1, 2 * 40_960]

@@ -11,6 +11,7 @@ from replay_ranks import (
     random_routes,
     refusals,
     replay_update,
+    replayed_beside_others,
     weights_of_one_token,
 )
 from tiny_models import VOCAB, router_logits, write_tiny
@@ -81,11 +82,26 @@ def test_every_layout_replays_as_one_rank(ranks, folder, batch, one_rank, layout
             assert ours["top1_flip"] == wanted["top1_flip"]
 
 
-@pytest.mark.parametrize(("budget", "count"), [(48, 2), (12, 8)])
-def test_any_number_of_micro_batches_is_the_same_replay(ranks, folder, batch, one_rank, budget, count):
-    (result,) = ranks.run(replay_update, ONE, folder, batch, False, budget)
-    assert result["metrics"]["micro_batches"] == count
-    assert_same(result, one_rank)
+@pytest.mark.parametrize(
+    ("layout", "recompute", "budget", "count"), [(ONE, False, 48, 2), (ONE, False, 12, 8), (PP2, True, 24, 4)], ids=str
+)
+def test_any_number_of_micro_batches_is_the_same_replay(ranks, folder, batch, one_rank, layout, recompute, budget, count):
+    """With four on two stages a stage goes forward with one while others still wait to be recomputed."""
+    for result in ranks.run(replay_update, layout, folder, batch, recompute, budget):
+        assert result["metrics"]["micro_batches"] == count
+        assert_same(result, one_rank)
+        assert not result["left"]
+
+
+def test_other_models_of_the_process_neither_take_nor_lose_routes(ranks, folder, batch, one_rank):
+    """One that is gone, after it replayed, and a reference that lives beside the replaying one and never replays."""
+    (found,) = ranks.run(replayed_beside_others, ONE, folder, batch)
+    assert [row["layer"] for row in found["routing"]] == list(SPARSE)
+    assert [row["replayed_tokens"] for row in found["routing"]] == [sum(LENGTHS) - len(UNKNOWN)] * len(SPARSE)
+    assert_same(found, one_rank)
+    assert not found["left"]
+    assert all(torch.equal(one, other) for one, other in zip(found["reference"], found["alone"], strict=True))
+    assert any(float((a - b).abs().max()) > 0.1 for a, b in zip(found["reference"], found["old"], strict=True))
 
 
 def test_the_recorded_experts_are_the_ones_used_and_the_rest_is_counted(ranks, folder, batch, one_rank):

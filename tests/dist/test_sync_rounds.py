@@ -82,17 +82,21 @@ class Stub:
         self.version = version
 
 
-def three_rounds(groups, device, folder, bucket_bytes):
-    """Every parameter moved by the round's number on the ranks that own it; what the stub holds after each sync."""
-    spec, chunks = loaded(groups, folder)
-    start = [parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()]
-    version = {"now": 0}
-    source = PolicyWeights(ModelWeights(chunks, spec, groups), lambda: version["now"])
-    stub = Stub(source.metadata()) if dist.get_rank() == 0 else None
-    session = WeightSync(stub, SyncConfig(bucket_bytes=bucket_bytes, readback_every=1), probe_sequences=PROBE)
-    held = []
+def three_rounds(groups, device, folder, bucket_bytes, *, rebuilt=False):
+    """Every parameter moved by the round's number on the ranks that own it; what the stub holds after each sync.
+
+    rebuilt: every round has modules of its own, through the one session.
+    """
+    session, stub, held, version = None, None, [], {"now": 0}
     for number in range(3):
         version["now"] = number
+        if rebuilt or session is None:
+            spec, chunks = loaded(groups, folder)
+            start = [parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()]
+            source = PolicyWeights(ModelWeights(chunks, spec, groups), lambda: version["now"])
+        if session is None:
+            stub = Stub(source.metadata()) if dist.get_rank() == 0 else None
+            session = WeightSync(stub, SyncConfig(bucket_bytes=bucket_bytes, readback_every=1), probe_sequences=PROBE)
         with torch.no_grad():
             for parameter, value in zip((p for chunk in chunks for p in chunk.parameters()), start, strict=True):
                 parameter.copy_(value + number)
@@ -105,7 +109,18 @@ def three_rounds(groups, device, folder, bucket_bytes):
 def test_three_rounds(ranks, tmp_path, family, layout, bucket_bytes):
     write_tiny(tmp_path, family)
     stored = stored_tensors(tmp_path)
-    first, *others = ranks.run(three_rounds, layout, str(tmp_path), bucket_bytes)
+    check_rounds(stored, ranks.run(three_rounds, layout, str(tmp_path), bucket_bytes))
+
+
+def test_modules_built_anew_for_every_round(ranks, tmp_path):
+    write_tiny(tmp_path, "qwen3_moe")
+    stored = stored_tensors(tmp_path)
+    check_rounds(stored, ranks.run(three_rounds, ParallelLayout(world=2, pp=2), str(tmp_path), 20_000, rebuilt=True))
+
+
+def check_rounds(stored, results):
+    """Every tensor once, in every round what its owner held then, and the same report on every rank."""
+    first, *others = results
     for number, (version, buckets, held) in enumerate(first):
         assert version == number
         assert buckets >= 4

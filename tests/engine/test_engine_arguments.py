@@ -4,8 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from mcore_rl.rollout.vllm_facts import engine_facts
 
 REPOSITORY = Path(__file__).parents[2]
 # In a process of its own: vLLM's platform and logging settings are per process.
@@ -66,3 +70,14 @@ def test_the_validation_is_vllms_own(override: str, named: str) -> None:
     done = engine_config(override)
     assert done.returncode != 0
     assert named in done.stderr
+
+
+def test_a_draft_model_and_the_kind_of_log_probs_are_facts_of_an_engine():
+    """What somebody starts a server with: a sync sends neither a draft's weights nor could it tell processed log-probs."""
+    text = SimpleNamespace(num_hidden_layers=1, vocab_size=2)
+    model = SimpleNamespace(
+        architecture="A", hf_text_config=text, dtype=torch.float32, max_model_len=3, logprobs_mode="processed_logprobs", model="m"
+    )
+    for drafts, said in ((None, "none"), (SimpleNamespace(method="mtp"), "mtp")):
+        facts = engine_facts(torch.nn.Module(), SimpleNamespace(model_config=model, speculative_config=drafts))
+        assert (facts["draft"], facts["logprobs"]) == (said, "processed_logprobs")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+import copy
 
+import pytest
+import torch
+from tiny_models import router_logits
+
+from mcore_rl.rollout.route_reader import RouteReader
+from mcore_rl.rollout.vllm_engine import VllmEngine
 from mcore_rl.types import Prompt, SamplingParams, WeightMismatch
 
 LINEAR = "model.layers.0.linear_attn"
 PARTS = ("in_proj_qkvz.weight", "in_proj_ba.weight", "A_log", "dt_bias", "conv1d.weight", "norm.weight", "out_proj.weight")
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=6, stop_token_ids=(), samples_per_prompt=2, seed=1)
+CLEAR = 0.01  # of two probabilities: bfloat16 does not turn their order
 PROMPT = Prompt("p", tuple(range(3, 25)), "", "")
 
 
@@ -55,3 +62,30 @@ def test_a_rounded_decay_rate_is_named(hybrid):
     hybrid.damage("bf16", f"{LINEAR}.A_log")
     with pytest.raises(WeightMismatch, match=rf"1 of \d+ tensors read back differ from the trainer's: {LINEAR}.A_log"):
         hybrid.sync("b", 0)
+
+
+def test_routes_are_those_of_transformers_row_for_row(hybrid):
+    """All four layers, three with a recurrent state; tokens that are near no tie. A row further on the experts are others."""
+    hybrid.sync("a", 0)
+    engine = VllmEngine(hybrid.link, max_model_len=256, routes=RouteReader(hybrid.link, native=False))
+    engine.commit(0)
+    prompts = [Prompt(f"p{i}", tuple((j * 13 + i * 5) % 300 + 3 for j in range(14 + i)), "", "") for i in range(8)]
+    model = copy.deepcopy(hybrid.models["a"])
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    same, shifted, total = 0, 0, 0
+    for completion in engine.generate(prompts, SAMPLING):
+        ids = torch.tensor(completion.prompt_token_ids + completion.token_ids)
+        routes = completion.routes.decoded(len(ids))
+        assert routes.layers == (0, 1, 2, 3)
+        assert routes.known.tolist() == [True] * (len(ids) - 1) + [False]
+        for layer, logits in enumerate(router_logits(model, [ids])):
+            ranked, order = logits.softmax(-1).sort(-1, descending=True)
+            clear = (ranked[:, 1] - ranked[:, 2] > CLEAR)[:-1]
+            wanted, found = order[:-1, :2].sort(-1).values, routes.of_layer(layer)[:-1].sort(-1).values
+            same += int((found == wanted).all(-1)[clear].sum())
+            shifted += int((found.roll(1, 0) == wanted).all(-1)[clear].sum())
+            total += int(clear.sum())
+    assert total > 500
+    assert same >= 0.99 * total
+    assert shifted < 0.5 * total

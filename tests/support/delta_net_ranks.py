@@ -68,6 +68,15 @@ def build(groups, sizes, **changes):
     return layer
 
 
+def fresh_decay_rates(groups, device, sizes):
+    """A_log and dt_bias as a new layer of a bfloat16 model draws them."""
+    torch.manual_seed(0)
+    settings = configuration(groups.layout, params_dtype=torch.bfloat16)
+    layer = GatedDeltaNet(settings, layer_number=1, delta_net=sizes, pg_collection=groups.megatron, name="any")
+    assert layer.in_proj.weight.dtype is torch.bfloat16
+    return layer.A_log.detach().clone(), layer.dt_bias.detach().clone()
+
+
 def fill(groups, layer, tensors, ops):
     for name, (theirs, op) in ops.items():
         shard = op.shard(op.fuse([tensors[their] for their in theirs]), groups.at.tp, groups.layout.tp)

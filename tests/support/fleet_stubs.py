@@ -28,6 +28,7 @@ class Engine:
     def __init__(self, name: str) -> None:
         self.name, self.version, self.closed = name, None, False
         self.asked: list[list[str]] = []
+        self.emptied: list[tuple[int, int | None]] = []  # tensors received and version, whenever the prefix cache was emptied
         self.held: dict[str, torch.Tensor] = {}
         self.dies_in: str | None = None
         self.wrong = False
@@ -87,6 +88,7 @@ class Engine:
 
     def reset_prefix_cache(self):
         self._step("reset_prefix_cache")
+        self.emptied.append((len(self.received), self.version))
 
     def score(self, token_ids):
         self._step("score")

@@ -52,6 +52,34 @@ def replay_update(groups, device, folder, batch, recompute, budget):
     }
 
 
+def replayed_beside_others(groups, device, folder, batch):
+    """An update under the batch's routes after another model replayed and was dropped, and a reference's log-probs beside it.
+
+    alone: what the reference says before the replaying model exists.
+    """
+    _, gone = policy_of(groups, folder, REPLAY)
+    gone.update(batch)
+    del gone
+    bare = replace(batch.tokens, routes=None)
+    chunks, reference = policy_of(groups, folder, RouterPolicy())
+    alone = reference.logprobs(bare, Pass.EVAL).logprobs
+    _, policy = policy_of(groups, folder, REPLAY, tokens_per_micro_batch=96)
+    old = policy.logprobs(batch.tokens, Pass.OLD)
+    report = policy.update(batch)
+    beside = reference.logprobs(bare, Pass.EVAL).logprobs
+    return {
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "old": old.logprobs,
+        "logprobs": report.values.logprobs,
+        "routing": [vars(layer) for layer in report.routing],
+        "gradients": full_gradients(policy),
+        "reference": beside,
+        "alone": alone,
+        "left": any(bool(r.recorded or r._to_recompute or r.router_replay) for r in routers(chunks)),
+    }
+
+
 def live_routes_replayed(groups, device, folder, batch):
     """The routes that an `old` pass recorded; log-probs and gradients of an update with them, and of one without replay."""
     results = []

@@ -8,7 +8,7 @@ from model_ranks import loaded, pack, run_pipeline
 from models.build import forward_packed
 from models.parameters import canonical_parameters
 from models.router import router_pass, routers, set_aux_loss_coef, sum_over_ranks, take_routing
-from models.router_policy import RouterPolicy
+from models.router_policy import ROW_HEAD, RouterPolicy, RoutingSums
 from models.weights import ModelWeights
 from parallel.optimizer import OptimizerSettings, build_ddp, build_optimizer
 from parallel.schedule import run_micro_batches
@@ -142,3 +142,11 @@ def frozen_dense(groups, device, folder):
     except ValueError as error:
         return str(error)
     return None
+
+
+def large_counts(groups, device):
+    """Loads of one layer, 40,840 (one more on the second rank) and 40,960, added up over all ranks."""
+    row = torch.zeros(1, ROW_HEAD + 2, dtype=torch.float64)
+    row[0, ROW_HEAD:] = torch.tensor([40_840 + groups.at.dp, 40_960])
+    sums = sum_over_ranks(RoutingSums.of_table((0,), row), num_layers=1, num_experts=2, device=device)
+    return sums.load_LE[0].tolist()

@@ -54,13 +54,15 @@ def test_padding_rows_of_the_vocabulary_never_come_back(tmp_path, tp, padded):
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", BACK)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back["model.embed_tokens.weight"].shape == back["lm_head.weight"].shape == (1003, 12)
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
     assert json.loads((tmp_path / "back" / "config.json").read_text(encoding="utf-8"))["vocab_size"] == 1003
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2, 4])
 def test_queries_keys_and_values_interleave_by_group(tmp_path, tp):
     """8 query, 2 key-value heads: q0 q1 q2 q3 k0 v0 | q4 q5 q6 q7 k1 v1; q_i is 10 + i, k_i is 100 + i, v_i is 200 + i."""
-    config = CONFIGS["qwen3"] | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4, "num_hidden_layers": 2}
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4, "num_hidden_layers": 2, "intermediate_size": 8}
+    config = CONFIGS["qwen3"] | sizes
     tensors = tensors_of(config)
     for part, base in (("q", 10.0), ("k", 100.0), ("v", 200.0)):
         weight = tensors[f"model.layers.1.self_attn.{part}_proj.weight"]

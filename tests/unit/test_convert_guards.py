@@ -12,7 +12,7 @@ from models.convert_export import ExportOptions, megatron_to_hf
 from models.convert_import import hf_to_megatron
 from models.convert_megatron import CARRIED_FILE, COMPANIONS, LAYOUT_FILE, ImportOptions
 from models.convert_reshard import reshard
-from models.convert_verify import wrong_digests
+from models.convert_verify import compare_tensors, wrong_digests
 
 QUICK = ImportOptions(fsync=False)
 BACK = ExportOptions(fsync=False)
@@ -111,3 +111,15 @@ def test_a_layout_that_is_none_is_named_where_nothing_vouches_for_it(megatron, t
     (megatron / COMPANIONS / LAYOUT_FILE).write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=rf"{LAYOUT_FILE} does not hold the layout of a Hugging Face folder"):
         megatron_to_hf(megatron, tmp_path / "out", BACK)
+
+
+def test_a_tokenizer_that_was_changed_is_named(tmp_path):
+    config = CONFIGS["qwen3"]
+    hf = write(tmp_path / "hf", config, tensors_of(config))
+    (hf / "tokenizer.json").write_text('{"version": "1.0"}', encoding="utf-8")
+    hf_to_megatron(hf, tmp_path / "megatron", QUICK)
+    assert compare_tensors(tmp_path / "megatron", hf).different == ()
+    (tmp_path / "megatron" / COMPANIONS / "tokenizer.json").write_text('{"version": "1.1"}', encoding="utf-8")
+    assert compare_tensors(tmp_path / "megatron", hf).different == ("tokenizer.json",)
+    (hf / "tokenizer.json").unlink()
+    assert compare_tensors(tmp_path / "megatron", hf).different == ("tokenizer.json",)

@@ -52,6 +52,18 @@ def test_factors_by_hand(denominator, token, scale, kept):
     assert found.scale[1].tolist() == [1.0, 1.0] and found.keep[1].tolist() == [True, True]
 
 
+def test_what_a_sequence_ratio_carries():
+    """e^(mean delta) of the kept tokens: two that cancel weigh 1 each; a dropped one takes no part."""
+    gaps, masks = [torch.tensor([0.6, -0.6]), torch.tensor([0.1, 3.0])], [torch.ones(2, dtype=torch.bool)] * 2
+    settings = CorrectionConfig(enabled=True, token=TokenCorrection.mask, sequence=SequenceCorrection.none)
+    settings.token_floor = 0.1
+    found = correct(gaps, [torch.zeros(2)] * 2, masks, settings, sequence_ratio=True)
+    assert [kept.tolist() for kept in found.keep] == [[True, True], [True, False]]
+    carried = (1.0, 1.0, math.exp(0.1), 0.0)
+    share = sum(carried) ** 2 / (4 * sum(one**2 for one in carried))
+    assert found.metrics["correction/ess_frac"] == pytest.approx(share, rel=1e-6)
+
+
 @pytest.mark.parametrize("denominator", list(Denominator))
 def test_both_denominators_weigh_a_token_alike_at_the_sampling_weights(denominator):
     """One REINFORCE step: d loss / d logp = -min(w, cap) A whatever stands under the ratio."""

@@ -75,10 +75,13 @@ def test_a_death_anywhere_in_a_sync(call, count):
     with pytest.raises(EngineDied, match=f"died during '{call}'"):
         made.sync.sync(Source(), lambda: VALUES)
     assert made.fleet.version is None
+    for engine in made.engines:
+        engine.emptied.clear()
     made.recover()
     assert made.fleet.version == 3
     assert len(made.engines) == count + 1
     living = [engine for engine in made.engines if not engine.closed]
+    assert [engine.emptied for engine in living] == [[(5, None)]] * count  # each cache after its last tensor, before its version
     assert all(torch.equal(engine.held[name], tensor) for engine in living for name, tensor in TENSORS.items())
     assert drawn(made.fleet.generate(PROMPTS, SAMPLING)) == expected()
 

@@ -24,6 +24,20 @@ def test_worked_values():
         assert (float(found), float(grad)) == pytest.approx((value, slope), rel=1e-12)
 
 
+def test_k3_of_a_policy_that_drifted_far():
+    """Growing drift never stops costing: e^-x - 1 + x above, its tangent at -20 below; as exact as expm1 close to 0."""
+    for gap, value, slope in (
+        (30.0, 29.0, 1.0),
+        (21.0, 20.0, 1.0),
+        (1e-4, 4.99983334e-9, 9.9995e-5),
+        (-25.0, 6 * math.exp(20) - 26, 1 - math.exp(20)),
+    ):
+        logp = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+        found = kl_values(logp, torch.tensor([-1.0 - gap], dtype=torch.float64), ALL, KlEstimator.k3)
+        (grad,) = torch.autograd.grad(found.sum(), logp)
+        assert (float(found), float(grad)) == pytest.approx((value, slope), rel=1e-6)
+
+
 @pytest.fixture
 def categorical():
     """Logits of pi (to differentiate) and log-probs of the reference over three tokens."""

@@ -49,6 +49,8 @@ def test_sizes_that_no_model_fits(sizes, message):
         ({"world": 8, "tp": 8, "sp": True}, MOE, "layout.tp=8 does not divide 4 key-value heads"),
         ({"world": 4, "tp": 4}, dataclasses.replace(DENSE, ffn=6), "layout.tp=4 does not divide 6 ffn columns"),
         ({"world": 3, "pp": 3}, MOE, "layout.pp x vpp = 3 x 1 = 3 does not divide 4 layers"),
+        ({"world": 4, "pp": 4}, dataclasses.replace(MOE, num_layers=30), "pp x vpp = 4 x 1 = 4 does not divide 30 layers"),
+        ({"world": 4, "ep": 4}, dataclasses.replace(MOE, num_experts=6), "layout.ep=4 does not divide 6 experts"),
         ({"world": 2, "pp": 2, "vpp": 4}, MOE, "layout.pp x vpp = 2 x 4 = 8 does not divide 4 layers"),
         (
             {"world": 2, "pp": 2, "first_stage_layers": 4},
@@ -120,6 +122,25 @@ def test_layers_of_every_chunk_by_hand(sizes, chunks):
     for rank, held in enumerate(chunks):
         assert [list(layout.chunk_layers(8, rank, chunk)) for chunk in range(layout.chunks)] == held
         assert all(layout.stage_of_layer(8, layer) == rank for layers in held for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "first"),
+    [
+        (8, {"world": 2, "pp": 2, "vpp": 2}, {(0, 0): 0, (1, 0): 2, (0, 1): 4, (1, 1): 6}),
+        (
+            14,
+            {"world": 4, "pp": 4, "vpp": 2, "last_stage_layers": 2},
+            {(1, 0): 2, (2, 0): 4, (3, 0): 6, (0, 1): 7, (3, 1): 13},
+        ),
+        (14, {"world": 4, "pp": 4, "vpp": 2, "first_stage_layers": 2}, {(1, 0): 1, (3, 0): 5, (1, 1): 8}),
+    ],
+)
+def test_first_layer_of_a_stages_chunk_by_hand(layers, sizes, first):
+    layout = ParallelLayout(**sizes)
+    assert {place: layout.chunk_layers(layers, *place)[0] for place in first} == first
+    held = [layer for stage in range(layout.pp) for chunk in range(2) for layer in layout.chunk_layers(layers, stage, chunk)]
+    assert sorted(held) == list(range(layers))
 
 
 def test_coordinates_by_hand():

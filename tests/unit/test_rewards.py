@@ -231,7 +231,7 @@ def test_unknown_pattern_is_named():
         Grader("box", INTEGER, True, lambda extracted, prompt: True)
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), -float("inf"), "1", True])
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), -float("inf"), "1", True, 10**400, -(10**4000), 1e13])
 def test_unusable_reward_stops_the_run_and_names_the_sample(value):
     with pytest.raises(ValueError, match="s3-p17/2"):
         require_reward(value, "s3-p17/2")

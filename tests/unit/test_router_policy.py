@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from models.router_policy import RouterControl, RouterPass, RouterPolicy, routing_row
+from mcore_rl.policy_metrics import routing_layers
+from models.router_policy import RouterControl, RouterPass, RouterPolicy, RoutingSums, routing_row
 
 MASK = torch.ones(3, dtype=torch.bool)
 
@@ -80,3 +81,23 @@ def test_routing_row_by_hand():
 def test_routing_row_where_every_expert_is_chosen():
     row = routing_row(torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool), 2)
     assert row.tolist() == pytest.approx([3.0, 3 * math.log(2), 0.0, 0.0, 0.0, 0.0, 0.0, 3.0, 3.0])
+
+
+def test_the_largest_load_over_the_mean_by_hand():
+    """Eight tokens, one of four experts each: 6, 2, 0 and 0, so three times the mean of 2, and two dead experts."""
+    chosen = torch.nn.functional.one_hot(torch.tensor([0] * 6 + [1] * 2), 4).bool()
+    row = routing_row(torch.zeros(8, 4), chosen, 1)
+    (layer,) = routing_layers(RoutingSums.of_table((5,), row[None]))
+    assert (layer.layer, layer.tokens, layer.load_E) == (5, 8, (6.0, 2.0, 0.0, 0.0))
+    assert (layer.max_over_mean_load, layer.dead_experts) == (3.0, 2)
+    assert layer.router_entropy_nats == pytest.approx(math.log(4))
+
+
+def test_counts_are_exact_where_bfloat16_would_round_them():
+    """40,840 would become 40,960 or 40,704."""
+    counts = [40_840, 40_960, 3]
+    chosen = torch.nn.functional.one_hot(torch.arange(3).repeat_interleave(torch.tensor(counts)), 3).bool()
+    row = routing_row(torch.zeros(sum(counts), 3, dtype=torch.bfloat16), chosen, 1)
+    assert row.dtype is torch.float64
+    assert row[0] == sum(counts)
+    assert (row + row)[-3:].tolist() == [81_680, 81_920, 6]

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from mcore_rl.batching import build_rollout_batch
 from mcore_rl.config.schema import AlgorithmConfig
 from mcore_rl.rollout.route_reader import RouteReader, from_array
+from mcore_rl.rollout.vllm_routes import RouteCapture
 from mcore_rl.routes import EncodedRoutes, batch_routes
 from mcore_rl.stages import received
 from mcore_rl.types import Completion, Prompt, Score, TokenBatch
@@ -163,3 +165,20 @@ def test_the_engines_own_array_is_read_and_its_loss_is_refused():
     assert encoded.decoded(2).of_layer(1).tolist() == [[300, 2], [0, 0]]
     with pytest.raises(Exception, match="request r: no routed experts"):
         from_array("r", None)
+
+
+@pytest.mark.parametrize(
+    ("caching", "balancing", "message"),
+    [(True, False, "with prefix caching: cached tokens are not routed again"), (False, True, "expert load balancing")],
+)
+def test_capture_is_refused_where_rows_or_numbers_would_not_be_the_routers(caching, balancing, message):
+    caches, experts = SimpleNamespace(enable_prefix_caching=caching), SimpleNamespace(enable_eplb=balancing)
+    with pytest.raises(ValueError, match=message):
+        RouteCapture(SimpleNamespace(vllm_config=SimpleNamespace(cache_config=caches, parallel_config=experts)))
+
+
+def test_a_negative_expert_is_refused():
+    """A marker of another stack for what it lost, or a number that wrapped around."""
+    wide = EncodedRoutes((0,), 2, True, np.array([[3, -1]], dtype="<i2").tobytes())
+    with pytest.raises(ValueError, match="experts -1 to 3, the model has 8"):
+        wide.decoded(1).check((0,), 8, 2)

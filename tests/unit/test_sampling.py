@@ -169,6 +169,34 @@ def test_a_version_that_does_not_stick_is_an_error():
         engine.commit(5)
 
 
+class Sleeper(Link):
+    """Falls asleep and wakes up when told."""
+
+    def sleep(self, level):
+        """Nothing to give back."""
+
+    def wake(self):
+        """At once."""
+
+
+def test_no_part_of_a_sync_makes_an_engine_usable_that_dropped_its_weights():
+    """sleep level 2, wake, half a sync, an abandoned one: refused; after a complete one it samples."""
+    engine = VllmEngine(Sleeper(), max_model_len=64, sleep_level=2)
+    engine.commit(4)
+    engine.rest()
+    with pytest.raises(StaleRollout, match="link sleeps"):
+        engine.generate(PROMPTS, SAMPLING)
+    engine.wake()
+    for step in (lambda: None, engine.begin, lambda: engine.load(0, []), engine.abort):
+        step()
+        assert engine.version is None
+        with pytest.raises(StaleRollout, match="dropped its weights when it slept: a complete weight sync must come first"):
+            engine.generate(PROMPTS, SAMPLING)
+    engine.begin()
+    engine.commit(4)
+    assert engine.generate(PROMPTS, SAMPLING)[0].version == 4
+
+
 def test_no_trace_of_a_trainer_rank_reaches_an_engine():
     base = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
     env = engine_environment(

@@ -171,8 +171,10 @@ def test_a_failure_anywhere_leaves_no_version_and_the_next_sync_is_clean(call, e
     assert stub.calls[-1] == "abort"
     assert stub.calls.count("commit") == (2 if call == "commit" else 1)
     stub.fail = None
+    stub.calls.clear()
     report = sync.sync(Source(1, 2.0), lambda: VALUES)
     assert (report.version, stub.version, report.readback_tensors) == (1, 1, 5)
+    assert stub.calls[-5:] == ["finish", "readback", "reset_prefix_cache", "score", "commit"]
 
 
 def test_an_engine_that_dies_twice_reports_the_first_death():
