@@ -133,15 +133,15 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def cut_anew(arguments: argparse.Namespace) -> int:
     """The same kind of checkpoint, in other pieces."""
-    if not math.isfinite(arguments.shard_gb) or arguments.shard_gb * 1e9 < 1:
+    shard_bytes = arguments.shard_gb * 1e9
+    if not math.isfinite(shard_bytes) or shard_bytes < 1:
         raise ValueError(f"--shard-gb {arguments.shard_gb} must be positive, and a number of GB (at least one byte)")
-    shard_bytes = int(arguments.shard_gb * 1e9)
     if is_distributed_checkpoint(arguments.source):
         _refuse(arguments, {"--shard-gb": arguments.shard_gb != DEFAULT_SHARD_GB})
     else:
         _refuse(arguments, {"--tp": arguments.tp > 1, "--etp": arguments.etp > 1})
     with Shown("reshard") as shown:
-        reshard(arguments.source, arguments.target, _options(arguments), shard_bytes=shard_bytes, report=shown)
+        reshard(arguments.source, arguments.target, _options(arguments), shard_bytes=int(shard_bytes), report=shown)
     print(arguments.target)
     return 0
 

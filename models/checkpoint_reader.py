@@ -1,25 +1,25 @@
 """A Megatron distributed checkpoint (torch_dist), read tensor by tensor, whatever layout wrote it. No Megatron, no ranks.
 
-Only `.metadata` is unpickled, as torch's own reader does: read checkpoints of people you trust.
+Only `.metadata` is unpickled (models/checkpoint_index.py).
 """
 
 from __future__ import annotations
 
 import json
+import lzma
+import os
 import re
+import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from models.checkpoint_items import BROKEN_PICKLE, ItemFile, digest_of
+from models.checkpoint_index import FAULTS, NOT_WEIGHTS, Chunk, Piece, StoredTensor, read_index
+from models.checkpoint_items import ItemFile, digest_of
 from models.checkpoint_layout import Section
 from models.hf_io import some
 
@@ -28,28 +28,22 @@ BACKEND = "torch_dist"
 COMMON = "common.pt"
 COMMON_OBJECT = "common_state/"
 OWN_FILE = "mcore_rl.json"
+BROKEN_ARCHIVE = (
+    ArithmeticError,
+    BadZipFile,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    lzma.LZMAError,
+    struct.error,
+    zlib.error,
+)
+"""What zipfile raises for a damaged archive: also for names that are no text, seeks to nowhere and an encryption bit."""
+_END_BYTES, _MOST_COUNTED = 22, 0xFFFF
 _NUMBERED_LAYER = re.compile(r"^decoder\.layers\.\d+\.")
-NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "common_state", "rerun_state_machine_state")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A block of a stored tensor: where it begins in the tensor, its shape, and where its bytes are."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    place: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of the checkpoint and its chunks."""
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
 
 
 def is_distributed_checkpoint(folder: Path) -> bool:
@@ -97,57 +91,31 @@ class MegatronReader:
             raise ValueError(f"{folder} is not a complete Megatron checkpoint: it has no {MARKER}")
         if _backend(folder) != BACKEND:
             raise ValueError(f"{folder / MARKER}: sharded_backend = {_backend(folder)!r} is not supported; {BACKEND!r} is")
-        metadata = self._metadata()
-        self.tensors = self._index(metadata)
+        index = read_index(folder)
+        self.tensors = index.tensors
         self._files: dict[str, ItemFile] = {}
-        self._check_files(metadata)
+        self._check_files(index.pieces)
         self._at = {(t.key, chunk.offset): chunk for t in self.tensors.values() for chunk in t.chunks}
 
-    def _metadata(self) -> Metadata:
-        path = self.folder / ".metadata"
-        if not path.is_file():
-            raise ValueError(f"{path} is missing")
-        try:
-            return FileSystemReader(self.folder).read_metadata()
-        except (EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError, BROKEN_PICKLE) as error:
-            raise ValueError(f"{path} cannot be read: {error!r}") from error
-
-    def _index(self, metadata: Metadata) -> dict[str, StoredTensor]:
-        storage: dict[Any, Any] = metadata.storage_data or {}
-        places = {(index.fqn, tuple(index.offset)): info for index, info in storage.items() if index.offset is not None}
-        tensors: dict[str, StoredTensor] = {}
-        for key, stored in metadata.state_dict_metadata.items():
-            if not isinstance(stored, TensorStorageMetadata):
-                continue
-            chunks = []
-            for block in stored.chunks:
-                info = places.get((key, tuple(block.offsets)))
-                if info is None:
-                    raise ValueError(f"{self.folder / '.metadata'}: {key} has no data at {list(block.offsets)}")
-                chunks.append(Chunk(tuple(block.offsets), tuple(block.sizes), info.relative_path, (info.offset, info.length)))
-            tensors[key] = StoredTensor(key, stored.properties.dtype, tuple(stored.size), tuple(chunks))
-        return tensors
-
-    def _check_files(self, metadata: Metadata) -> None:
+    def _check_files(self, pieces: Sequence[Piece]) -> None:
         """Those of objects as well, and the common state: Megatron loads nothing without them.
 
         Up to 0.16 it is a file of its own, since then an object among the others.
         """
         sizes: dict[str, int] = {}
-        stored: dict[Any, Any] = metadata.storage_data or {}
-        for index, info in stored.items():
-            path = self.folder / info.relative_path
-            if info.relative_path not in sizes:
+        for piece in pieces:
+            path = self.folder / piece.file
+            if piece.file not in sizes:
                 if not path.is_file():
-                    raise ValueError(f"{path} is missing; it holds {index.fqn}")
-                sizes[info.relative_path] = path.stat().st_size
-            end = info.offset + info.length
-            if end > sizes[info.relative_path]:
-                raise ValueError(f"{path} is truncated: {index.fqn} ends at byte {end} of {sizes[info.relative_path]}")
+                    raise ValueError(f"{path} is missing; it holds {piece.key}")
+                sizes[piece.file] = path.stat().st_size
+            end = sum(piece.place)
+            if end > sizes[piece.file]:
+                raise ValueError(f"{path} is truncated: {piece.key} ends at byte {end} of {sizes[piece.file]}")
         common = self.folder / COMMON
         if common.is_file():
             _check_archive(common)
-        elif not any(index.fqn.startswith(COMMON_OBJECT) for index in stored):
+        elif not any(piece.key.startswith(COMMON_OBJECT) for piece in pieces):
             raise ValueError(f"{common} is missing: Megatron loads no checkpoint without its common state")
 
     def weights(self) -> frozenset[str]:
@@ -171,12 +139,13 @@ class MegatronReader:
 
     def chunk(self, tensor: StoredTensor, chunk: Chunk) -> Tensor:
         """The chunk's tensor: a view of the mapped file where it can be."""
-        if chunk.file not in self._files:
-            self._files[chunk.file] = ItemFile(self.folder / chunk.file)
         try:
+            if chunk.file not in self._files:
+                self._files[chunk.file] = ItemFile(self.folder / chunk.file)
             piece = self._files[chunk.file].read(chunk.place, tensor.dtype, chunk.shape)
-        except ValueError as error:
-            raise ValueError(f"{tensor.key}: {error}") from error
+        except FAULTS as error:  # bytes of something else, where the index is wrong, fail in torch.load in any of these ways
+            said = error if isinstance(error, ValueError) else f"{self.folder / chunk.file}: {error!r}"
+            raise ValueError(f"{tensor.key}: {said}") from error
         if self._digests is not None:
             self._check_digest(self._digests, tensor, chunk, piece)
         return piece
@@ -224,11 +193,24 @@ def _check_archive(path: Path) -> None:
     """ValueError unless every member of torch's zip archive has the checksum it was written with. Nothing is unpickled."""
     try:
         with ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except (BadZipFile, EOFError, NotImplementedError, zlib.error) as error:
+            damaged, found = archive.testzip(), len(archive.infolist())
+        promised = _promised_members(path)
+    except BROKEN_ARCHIVE as error:
         raise ValueError(f"{path} is no file of torch.save: {error}; Megatron loads no checkpoint without it") from error
     if damaged:
         raise ValueError(f"{path} is damaged: {damaged} does not have its checksum")
+    if min(found, _MOST_COUNTED) != promised:
+        raise ValueError(f"{path} is damaged: {found} members are listed where {promised} were written")
+
+
+def _promised_members(path: Path) -> int:
+    """The count in the archive's last record, which zipfile does not compare: a damaged length can hide the members behind it."""
+    with path.open("rb") as file:
+        file.seek(-_END_BYTES, os.SEEK_END)
+        end = file.read()
+    if not end.startswith(b"PK\5\6"):
+        raise BadZipFile("its last record is not at its end")
+    return int.from_bytes(end[10:12], "little")
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

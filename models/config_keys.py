@@ -37,7 +37,21 @@ def integer(config: Mapping[str, Any], key: str) -> int:
 
 def integer_or(config: Mapping[str, Any], key: str, default: int) -> int:
     """As integer; the default where the key is missing, null or 0."""
-    return integer(config, key) if config.get(key) else default
+    return count(config, key) or default
+
+
+def count(config: Mapping[str, Any], key: str) -> int:
+    """As integer, or 0; 0 where the key is missing or null as well."""
+    value = config.get(key)
+    return 0 if value is None or (type(value) is int and value == 0) else integer(config, key)
+
+
+def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """True or false; the default where the key is missing. ValueError for null, which transformers refuses as well."""
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} = {value!r} is not true or false")
+    return value
 
 
 def check_experts_in_all(num_layers: int, num_experts: int) -> None:
@@ -57,6 +71,14 @@ def number(config: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
+def fraction(config: Mapping[str, Any], key: str) -> float:
+    """A number above 0 and at most 1; ValueError naming the key otherwise."""
+    value = number(config, key)
+    if value > 1:
+        raise ValueError(f"{key} = {value} is too large; at most 1")
+    return value
+
+
 def rope(config: Mapping[str, Any], head_dim: int, default_fraction: float) -> Rope:
     """rope_parameters (transformers 5) or rope_theta + rope_scaling (transformers 4).
 
@@ -66,10 +88,10 @@ def rope(config: Mapping[str, Any], head_dim: int, default_fraction: float) -> R
     parameters = _rope_settings(config)
     given = [source for source in (parameters, config) if source.get("rope_theta") is not None]
     theta = number(given[0], "rope_theta") if given else DEFAULT_THETA
-    fraction = _fraction(parameters, config, head_dim, default_fraction)
+    turned = _turned(parameters, config, head_dim, default_fraction)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
-        return Rope(theta, fraction=fraction)
+        return Rope(theta, fraction=turned)
     if kind != "llama3":
         raise ValueError(f"rope_type = {kind!r} is not supported; known: default, llama3")
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -77,7 +99,7 @@ def rope(config: Mapping[str, Any], head_dim: int, default_fraction: float) -> R
     if missing:
         raise ValueError(f"rope_type = 'llama3' needs {', '.join(missing)}")
     factor, low, high = (number(parameters, key) for key in keys[:3])
-    return Rope(theta, Llama3Scaling(factor, low, high, integer(parameters, keys[3])), fraction)
+    return Rope(theta, Llama3Scaling(factor, low, high, integer(parameters, keys[3])), turned)
 
 
 def _rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -101,16 +123,16 @@ def _in_new_spelling(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": settings.get("type", "default"), **{key: value for key, value in settings.items() if key != "type"}}
 
 
-def _fraction(parameters: Mapping[str, Any], config: Mapping[str, Any], head_dim: int, default: float) -> float:
+def _turned(parameters: Mapping[str, Any], config: Mapping[str, Any], head_dim: int, default: float) -> float:
     key = "partial_rotary_factor"
     given = [source for source in (parameters, config) if source.get(key) is not None]
-    fraction = number(given[0], key) if given else default
-    rotated = int(head_dim * fraction)
-    if default == 1.0 and fraction != 1.0:
-        raise ValueError(f"{key} = {fraction} is not supported for this architecture; supported: 1.0")
-    if not 0.0 < fraction <= 1.0 or rotated < 2 or rotated % 2:
-        raise ValueError(f"{key} = {fraction} turns {rotated} of head_dim = {head_dim}: an even number of at least 2 is needed")
-    return fraction
+    part = fraction(given[0], key) if given else default
+    rotated = int(head_dim * part)
+    if default == 1.0 and part != 1.0:
+        raise ValueError(f"{key} = {part} is not supported for this architecture; supported: 1.0")
+    if rotated < 2 or rotated % 2:
+        raise ValueError(f"{key} = {part} turns {rotated} of head_dim = {head_dim}: an even number of at least 2 is needed")
+    return part
 
 
 def linear_layers(config: Mapping[str, Any], num_layers: int, *, hybrid: bool) -> tuple[int, ...]:
@@ -120,6 +142,8 @@ def linear_layers(config: Mapping[str, Any], num_layers: int, *, hybrid: bool) -
     if kinds is None:
         interval = integer({"full_attention_interval": FULL_ATTENTION_INTERVAL, **config}, "full_attention_interval")
         kinds = [known[-1] if (layer + 1) % interval else known[0] for layer in range(num_layers)]
+    if not isinstance(kinds, list | tuple):
+        raise ValueError(f"layer_types = {kinds!r} is not a list with the kind of every layer; kinds: {', '.join(known)}")
     unknown = [kind for kind in kinds if kind not in known]
     if unknown:
         raise ValueError(f"layer_types holds {unknown[0]!r}, which is not supported; supported: {', '.join(known)}")
@@ -133,8 +157,9 @@ def layers_without_experts(config: Mapping[str, Any], num_layers: int) -> tuple[
 
     ValueError when no layer at all has experts.
     """
-    only = config.get("mlp_only_layers") or []
-    if not isinstance(only, list) or not all(isinstance(layer, int) for layer in only):
+    only = config.get("mlp_only_layers")
+    only = [] if only is None else only
+    if not isinstance(only, list) or not all(type(layer) is int for layer in only):
         raise ValueError(f"mlp_only_layers = {only!r} is not a list of layer numbers")
     step = integer({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
     beyond = [layer for layer in only if not 0 <= layer < num_layers]

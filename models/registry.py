@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 
-from models.config_keys import check_experts_in_all, integer, integer_or, layers_without_experts, linear_layers, number, rope
+from models.config_keys import (
+    check_experts_in_all,
+    flag,
+    fraction,
+    integer,
+    integer_or,
+    layers_without_experts,
+    linear_layers,
+    rope,
+)
 from models.families import FAMILIES, Family, templates
 from models.hf_io import INDEX, SINGLE, CheckpointReader
 from models.spec import DeltaNetSpec, ModelSpec, MoeSpec
@@ -70,10 +79,27 @@ def _with_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
     reader = CheckpointReader(folder)
     carried = carried_names(spec.architecture, reader.stored_names())
     decoder = reader.names() - carried_names(spec.architecture, reader.names())
+    _check_layer_kinds(spec, decoder, folder / "config.json")
     stored = {name: reader.dtype(name) for name in sorted(decoder)}
     common = Counter(stored.values()).most_common(1)[0][0]
     others = tuple((n, d) for n, d in stored.items() if d is not common)
     return replace(spec, dtype=common, other_dtypes=others, carried=tuple(sorted(carried)))
+
+
+def _check_layer_kinds(spec: ModelSpec, names: Iterable[str], path: Path) -> None:
+    """Before anything is said about tensors that lack: which key of the configuration asks for them."""
+    pattern = re.compile(rf"{re.escape(spec.text_prefix)}layers\.(\d{{1,5}})\.(linear|self)_attn\.")
+    stored: dict[int, set[str]] = {}
+    for match in filter(None, map(pattern.match, names)):
+        stored.setdefault(int(match[1]), set()).add(match[2])
+    kinds = {"linear": "linear_attention", "self": "full_attention"}
+    for layer, found in sorted(stored.items()):
+        said = "linear" if spec.is_linear(layer) else "self"
+        if layer < spec.num_layers and said not in found:
+            raise ValueError(
+                f"{path}: layer_types (full_attention_interval where it is missing) makes layer {layer} {kinds[said]}, "
+                f"but the tensors stored for it are those of {kinds[found.pop()]}"
+            )
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -97,9 +123,9 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         head_dim=head_dim,
         vocab_size=integer(text, "vocab_size"),
         max_positions=integer(text, "max_position_embeddings"),
-        norm_eps=number({"rms_norm_eps": DEFAULT_NORM_EPS, **text}, "rms_norm_eps"),
+        norm_eps=fraction({"rms_norm_eps": DEFAULT_NORM_EPS, **text}, "rms_norm_eps"),
         rope=rope(text, head_dim, family.rotary_fraction),
-        tied_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        tied_embeddings=flag(config, "tie_word_embeddings", flag(text, "tie_word_embeddings", False)),
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
         moe=moe,
@@ -133,14 +159,14 @@ def _text(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
 
 def _refuse(config: Mapping[str, Any], architecture: str, family: Family) -> None:
     for key, allowed in {"hidden_act": ("silu",), **family.refused}.items():
-        if key in config and config[key] not in allowed:
+        if key in config and not any(type(config[key]) is type(value) and config[key] == value for value in allowed):
             raise ValueError(f"{key} = {config[key]!r} is not supported for {architecture}; supported: {allowed[0]!r}")
 
 
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> torch.dtype:
-    given = [source[key] for source in (config, text) for key in ("dtype", "torch_dtype") if source.get(key)]
+    given = [source[key] for source in (config, text) for key in ("dtype", "torch_dtype") if source.get(key) is not None]
     name = given[0] if given else "float32"
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"dtype = {name!r} is not supported; known: {', '.join(DTYPES)}")
     return DTYPES[name]
 
@@ -150,14 +176,13 @@ def _moe(config: Mapping[str, Any], family: Family) -> MoeSpec | None:
         return None
     experts = integer(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
     top_k = integer(config, "num_experts_per_tok")
-    renormalised = config.get("norm_topk_prob")
     if top_k > experts:
         raise ValueError(f"num_experts_per_tok = {top_k} is more than the {experts} experts")
     return MoeSpec(
         num_experts=experts,
         top_k=top_k,
         ffn_size=integer(config, "moe_intermediate_size"),
-        norm_topk_prob=family.norm_topk_prob if renormalised is None else bool(renormalised),
+        norm_topk_prob=flag(config, "norm_topk_prob", family.norm_topk_prob),
         shared_ffn_size=integer(config, "shared_expert_intermediate_size") if family.shared_expert else None,
     )
 

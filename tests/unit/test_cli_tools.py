@@ -74,6 +74,7 @@ def found_elements(tensors):
         (("reshard", "SOURCE", "OUT", "--shard-gb", "0"), "--shard-gb 0.0 must be positive"),
         (("reshard", "SOURCE", "OUT", "--shard-gb", "nan"), "--shard-gb nan must be positive"),
         (("reshard", "SOURCE", "OUT", "--shard-gb", "inf"), "--shard-gb inf must be positive"),
+        (("reshard", "SOURCE", "OUT", "--shard-gb", "1e308"), "--shard-gb 1e+308 must be positive"),
         (("reshard", "SOURCE", "OUT", "--shard-gb", "-1"), "--shard-gb -1.0 must be positive"),
         (("reshard", "SOURCE", "OUT", "--tp", "2"), "--tp has no meaning here"),
         (("reshard", "SOURCE", "OUT", "--etp", "2"), "--etp has no meaning here"),

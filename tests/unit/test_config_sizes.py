@@ -1,6 +1,7 @@
 """Sizes in a config.json that no model has are refused at once, before anything is counted out or made room for."""
 
 import json
+import re
 
 import pytest
 from made_checkpoints import CONFIGS, tensors_of, write
@@ -8,6 +9,7 @@ from made_checkpoints import CONFIGS, tensors_of, write
 from mcore_rl.cli import main
 from mcore_rl.config.compose import compose_config
 from mcore_rl.config.validate import validate
+from models.config_keys import count
 from models.registry import read_spec, spec_from_config
 
 MOE = CONFIGS["qwen3_moe"]
@@ -30,10 +32,19 @@ def test_a_size_that_no_model_has_is_refused_by_its_key(key):
 
 
 @pytest.mark.parametrize("key", ["head_dim", "num_key_value_heads"])
-@pytest.mark.parametrize("value", ["8", 2.5, -1, True])
+@pytest.mark.parametrize("value", ["8", 2.5, -1, True, False, 0.0, "", [], {}])
 def test_heads_are_numbers(key, value):
-    with pytest.raises(ValueError, match=rf"^{key} = {value!r} is not a positive integer$"):
+    with pytest.raises(ValueError, match=rf"^{key} = {re.escape(repr(value))} is not a positive integer$"):
         spec_from_config(MOE | {key: value})
+
+
+def test_a_count_may_be_none_at_all():
+    """Of MTP layers, for one: missing, null and 0 are the same, and anything but an integer is refused by its key."""
+    for config, found in (({}, 0), ({"layers": None}, 0), ({"layers": 0}, 0), ({"layers": 3}, 3)):
+        assert count(config, "layers") == found
+    for value in ("x", "1", True, False, 1.5, -1, [], [1], float("nan"), 10**12):
+        with pytest.raises(ValueError, match=rf"^layers = {re.escape(repr(value))} is "):
+            count({"layers": value}, "layers")
 
 
 def test_layers_and_experts_that_are_too_many_together():

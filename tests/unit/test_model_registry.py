@@ -1,10 +1,12 @@
 """config.json in the spellings of transformers 4 and 5 gives one spec; what is not supported is refused by its key."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from made_checkpoints import CONFIGS, tensors_of, write
 from transformers import LlamaConfig, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -103,6 +105,16 @@ def test_llama3_frequencies_are_transformers(scaling):
             "rope_parameters = .* and rope_scaling = .* differ",
         ),
         ({"rms_norm_eps": None}, "rms_norm_eps = None is not a positive number"),
+        ({"rms_norm_eps": 1.5}, "rms_norm_eps = 1.5 is too large; at most 1"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps = 0.0 is not a positive number"),
+        ({"rms_norm_eps": 1e300}, r"rms_norm_eps = 1e\+300 is too large; at most 1"),
+        ({"partial_rotary_factor": 1e308}, r"partial_rotary_factor = 1e\+308 is too large; at most 1"),
+        ({"mlp_only_layers": [True]}, r"mlp_only_layers = \[True\] is not a list of layer numbers"),
+        ({"mlp_only_layers": False}, "mlp_only_layers = False is not a list of layer numbers"),
+        ({"decoder_sparse_step": "false"}, "decoder_sparse_step = 'false' is not a positive integer"),
+        ({"decoder_sparse_step": True}, "decoder_sparse_step = True is not a positive integer"),
+        ({"torch_dtype": ["bfloat16"]}, r"dtype = \['bfloat16'\] is not supported; known: float32"),
+        ({"torch_dtype": ""}, "dtype = '' is not supported; known: float32"),
         ({"mlp_only_layers": "abc"}, "mlp_only_layers = 'abc' is not a list of layer numbers"),
         ({"architectures": 5}, "architectures = 5 is not supported"),
     ],
@@ -110,6 +122,52 @@ def test_llama3_frequencies_are_transformers(scaling):
 def test_what_is_not_supported_is_refused_by_its_key(change, message):
     with pytest.raises(ValueError, match=message):
         spec_from_config(OLD | change)
+
+
+@pytest.mark.parametrize("key", ["norm_topk_prob", "tie_word_embeddings"])
+@pytest.mark.parametrize("value", [None, -1, 0, 1, "7", "false", "true", 1.0, [], {}])
+def test_flags_are_true_or_false(key, value):
+    """As transformers' own configurations, which refuse null too."""
+    with pytest.raises(ValueError, match=rf"^{key} = {re.escape(repr(value))} is not true or false$"):
+        spec_from_config(OLD | {key: value})
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias", "use_sliding_window"])
+@pytest.mark.parametrize("value", [True, 0, 1, "false", "", 0.0, [], {}])
+def test_switches_that_must_be_off_are_false(key, value):
+    with pytest.raises(ValueError, match=rf"^{key} = {re.escape(repr(value))} is not supported for .*; supported: False$"):
+        spec_from_config(OLD | {key: value})
+    assert spec_from_config(OLD | {key: False}) == spec_from_config(OLD)
+
+
+def test_a_missing_flag_is_the_familys():
+    """Qwen3-MoE leaves the probabilities as they are, Qwen3-Next renormalises them: transformers' defaults."""
+    for config, default in ((CONFIGS["qwen3_moe"], False), (CONFIGS["qwen3_next"], True)):
+        spec = spec_from_config({key: value for key, value in config.items() if key != "norm_topk_prob"})
+        assert spec.moe is not None
+        assert spec.moe.norm_topk_prob is default
+
+
+@pytest.mark.parametrize("value", [3, -1, True, 2.5, "full_attention", {"0": "full_attention"}, 0, ""])
+def test_layer_types_are_a_list(value):
+    for config in (CONFIGS["qwen3_next"], CONFIGS["qwen3_moe"]):
+        with pytest.raises(ValueError, match=rf"^layer_types = {re.escape(repr(value))} is not a list with the kind of every"):
+            spec_from_config(config | {"layer_types": value})
+
+
+@pytest.mark.parametrize(
+    ("change", "layer", "said", "found"),
+    [
+        ({"layer_types": None}, 2, "linear_attention", "full_attention"),
+        ({"layer_types": ["full_attention"] * 3}, 0, "full_attention", "linear_attention"),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_layers_of_the_other_kind_are_said_by_the_key_that_decides(tmp_path, name, change, layer, said, found):
+    folder = write(tmp_path / "hf", CONFIGS[name] | change, tensors_of(CONFIGS[name]))
+    wanted = rf"config.json: layer_types .*full_attention_interval.* makes layer {layer} {said}, but .* are those of {found}$"
+    with pytest.raises(ValueError, match=wanted):
+        read_spec(folder)
 
 
 def test_both_keys_of_the_rotary_embedding_may_say_the_same():
