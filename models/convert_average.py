@@ -24,6 +24,7 @@ from models.registry import read_spec
 TOKENIZER = "tokenizer.json"
 VOCABULARIES = ("vocab.json", "merges.txt", "tokenizer.model")
 TEMPLATE = "chat_template.jinja"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,22 @@ def _check_same_texts(first: Path, other: Path) -> None:
             what = "chat template" if name == TEMPLATE else "tokenizer"
             why = "their prompts are different texts" if name == TEMPLATE else "their ids mean different texts"
             raise ValueError(f"{files[1]} is not the {what} of {first}: {why}")
+    templates = [_template_of(folder / TOKENIZER_CONFIG) for folder in (first, other)]
+    if None not in templates and templates[0] != templates[1]:
+        raise ValueError(
+            f"{other / TOKENIZER_CONFIG}: its chat_template is not that of {first}: their prompts are different texts"
+        )
+
+
+def _template_of(path: Path) -> object:
+    """The chat template inside a tokenizer's configuration; None without one. ValueError naming a file that is no JSON object."""
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {str(error)[:200]}") from error
+    return found.get("chat_template") if isinstance(found, dict) else None
 
 
 def _mean(readers: Sequence[CheckpointReader], name: str, weights: Sequence[float]) -> Tensor:

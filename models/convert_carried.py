@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from models.config_keys import count
 from models.hf_io import CheckpointReader, some
 from models.registry import carried_names, load_config, weight_map
 from models.spec import ModelSpec
 
 MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+MTP_PARTS = ("fc.weight", "norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
 _MTP = re.compile(r"(?:^|\.)mtp\.")
 _MTP_LAYER = re.compile(r"^(?:.*\.)?mtp\.layers\.(\d+)\.(.*)$")
 _LAYER = re.compile(r"^(.*\.layers\.\d+)\.(.*)$")
@@ -44,9 +46,14 @@ def is_mtp(name: str) -> bool:
 
 
 def promised_mtp_layers(config: dict[str, Any]) -> int:
-    """How many MTP layers the configuration speaks of; 0 when it is silent."""
-    found = [part.get(key) for part in _parts(config) for key in MTP_KEYS]
-    return max((int(count) for count in found if count), default=0)
+    """How many MTP layers the configuration speaks of; 0 when it is silent. ValueError naming a key that is no count."""
+    return max((count(part, key) for part in _parts(config) for key in MTP_KEYS), default=0)
+
+
+def _denied(config: dict[str, Any]) -> str | None:
+    """The key that says outright that there is no MTP layer; published configurations are often silent about theirs."""
+    given = [key for part in _parts(config) for key in MTP_KEYS if part.get(key) is not None]
+    return given[0] if given and not promised_mtp_layers(config) else None
 
 
 def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -98,10 +105,17 @@ def _check_whole(reader: CheckpointReader, spec: ModelSpec, config: dict[str, An
         match = _MTP_LAYER.match(name)
         if match is not None:
             layers.setdefault(match[1], set()).add(match[2])
+    denied = _denied(config)
+    if blocks and denied:
+        raise ValueError(f"{where} says {denied} = 0, but MTP tensors are stored: {some(blocks)}; drop them (mtp=drop)")
     if promised and not blocks:
         raise ValueError(f"{where} promises {promised} MTP layers, but there is no mtp tensor: drop them (mtp=drop)")
     if promised and len(layers) != promised:
         raise ValueError(f"{where} promises {promised} MTP layers, but {len(layers)} are stored: {some(blocks)}")
+    around = {name for name in names if _MTP_LAYER.match(name) is None}
+    lost = [part for part in MTP_PARTS if not any(name.endswith(f"mtp.{part}") for name in around)] if names else []
+    if lost:
+        raise ValueError(f"{reader.folder}: the MTP block lacks {some(f'mtp.{part}' for part in lost)}; drop it (mtp=drop)")
     kinds = _layer_kinds(spec)
     for number, suffixes in layers.items():
         nearest = min(kinds, key=lambda kind: len(kind ^ suffixes))
@@ -128,6 +142,9 @@ def decoder_names(reader: CheckpointReader, spec: ModelSpec, carried: Carried) -
     if not (spec.tied_embeddings and TIED_HEAD in names):
         return names
     embedding = f"{spec.text_prefix}embed_tokens.weight"
+    if reader.dtype(TIED_HEAD) is not reader.dtype(embedding):
+        kinds = f"{TIED_HEAD} is {reader.dtype(TIED_HEAD)} and {embedding} is {reader.dtype(embedding)}"
+        raise ValueError(f"{reader.path_of(TIED_HEAD)}: tie_word_embeddings is true, but {kinds}; leave {TIED_HEAD} out")
     if not reader.read(TIED_HEAD).equal(reader.read(embedding)):
         raise ValueError(f"{reader.path_of(TIED_HEAD)}: tie_word_embeddings is true, but {TIED_HEAD} is not {embedding}")
     return names - {TIED_HEAD}

@@ -151,10 +151,24 @@ class ShardFile:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Everything in the folder but weights and their indexes: configuration, tokenizer, generation settings."""
+    """Everything in the folder but weights and their indexes: configuration, tokenizer, generation settings.
+
+    ValueError naming a link that leads nowhere, as in a folder that was not downloaded whole, or JSON that is none.
+    """
     for path in sorted(source.iterdir()):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"{path} is a link to {path.readlink()}, which does not exist")
         if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
+            _check_json(path)
             shutil.copy2(path, target / path.name)
+
+
+def _check_json(path: Path) -> None:
+    if path.suffix == ".json":
+        try:
+            json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is no JSON: {str(error)[:200]}") from error
 
 
 def write_checkpoint(

@@ -107,6 +107,10 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     architecture = _architecture(config)
     family = FAMILIES[architecture]
     text = _text(config, family)
+    if config.get("quantization_config"):
+        raise ValueError(
+            f"quantization_config = {str(config['quantization_config'])[:100]}: quantised checkpoints are not supported"
+        )
     _refuse(text, architecture, family)
     num_layers, moe = integer(text, "num_hidden_layers"), _moe(text, family)
     hidden_size, num_heads = integer(text, "hidden_size"), integer(text, "num_attention_heads")

@@ -72,11 +72,13 @@ def tensors_of(config, dtype=torch.float32):
 
 
 def mtp_tensors(config, prefix="mtp."):
-    """One MTP layer, named and shaped like the last decoder layer, and its norm."""
+    """One MTP layer, named and shaped like the last decoder layer, and the tensors around it."""
     text = config.get("text_config", config)
     last = f".layers.{text['num_hidden_layers'] - 1}."
     found = {name.partition(last)[2]: t for name, t in tensors_of(config, torch.bfloat16).items() if last in name}
-    return {f"{prefix}layers.0.{name}": t.clone() for name, t in found.items()} | {f"{prefix}norm.weight": torch.ones(12)}
+    around = {f"{prefix}{name}.weight": torch.ones(12) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    around[f"{prefix}fc.weight"] = torch.ones(12, 24)
+    return {f"{prefix}layers.0.{name}": t.clone() for name, t in found.items()} | around
 
 
 def fuse(tensors):
