@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 from mcore_rl.errors import EngineDied, EngineRefused, StaleRollout, StopRun, WeightMismatch
 
 NAMED_ERRORS = (ValueError, StopRun, EngineDied, EngineRefused, WeightMismatch, StaleRollout)
+LAUNCHER_PID = "MCORE_RL_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
 _PEER_GONE = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe", "tcpstore")
 
@@ -79,10 +80,13 @@ def end_on_sigterm() -> None:
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when its parent is gone, also when it hangs in a collective (Linux only)."""
+    """The kernel kills this process when its parent is gone, also when it hangs in a collective (Linux only).
+
+    A launcher that was gone before this call had named itself in MCORE_RL_LAUNCHER_PID: the parent is another one by now.
+    """
     if not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
+    parent = int(os.environ.pop(LAUNCHER_PID, os.getppid()))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

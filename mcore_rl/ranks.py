@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from mcore_rl.guard import read_error
+from mcore_rl.guard import LAUNCHER_PID, read_error
 from mcore_rl.progress import PROGRESS_FD, silence
 from mcore_rl.run_folder import RunFolder
 
@@ -85,6 +85,7 @@ class _Crew:
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
+            LAUNCHER_PID: str(os.getpid()),
         }
         self.folder.logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:

@@ -93,17 +93,20 @@ def run_folder(config: RunConfig) -> RunFolder:
 def fresh_folder(config: RunConfig) -> tuple[RunFolder, Path | None]:
     """An empty folder for a new run; an earlier run of that name is kept beside it as <name>.1, <name>.2, ...
 
-    Returns the folder and where the earlier run went (None if there was none). ValueError where a file stands in the way.
+    Returns the folder and where the earlier run went (None if there was none). ValueError where a file stands in the way or nothing can be written.
     """
     folder = run_folder(config)
     file = file_in_the_way(folder.root)
     if file is not None:
         raise ValueError(f"out_dir={config.out_dir}: {file} is a file; a folder is needed for {folder.root}")
     moved: Path | None = None
-    if folder.root.exists() and any(folder.root.iterdir()):
-        moved = folder.root.with_name(f"{config.name}.{_next_number(folder.root)}")
-        folder.root.rename(moved)
-    folder.logs.mkdir(parents=True, exist_ok=True)
+    try:
+        if folder.root.exists() and any(folder.root.iterdir()):
+            moved = folder.root.with_name(f"{config.name}.{_next_number(folder.root)}")
+            folder.root.rename(moved)
+        folder.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise ValueError(f"out_dir={config.out_dir}: {failure.filename} cannot be written: {failure.strerror}") from failure
     return folder, moved
 
 

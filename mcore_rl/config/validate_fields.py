@@ -182,7 +182,11 @@ def _router(config: RunConfig) -> None:
 
 def _optimizer(key: str, optimizer: OptimizerConfig, steps: tuple[str, int]) -> None:
     """steps: how many there will be, and what says so; none are asked for when it is 0."""
-    require(math.isfinite(optimizer.lr) and optimizer.lr >= 0.0, f"{key}.lr={optimizer.lr}", "must not be negative")
+    require(
+        math.isfinite(optimizer.lr) and optimizer.lr >= 0.0,
+        f"{key}.lr={optimizer.lr}",
+        "a finite number, not negative, is needed",
+    )
     for name, beta in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
         require(0.0 <= beta < 1.0, f"{key}.{name}={beta}", "must lie in [0, 1)")
     share = optimizer.min_lr_ratio

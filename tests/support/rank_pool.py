@@ -45,6 +45,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import torch
 
 MAX_RANKS = 4
@@ -217,9 +218,14 @@ class RankPool:
         return [process.pid for process in self._processes if process.pid is not None and process.is_alive()]
 
     def close(self) -> None:
-        """End every rank; the next run starts new ones."""
-        for process in self._processes:
-            process.kill()
+        """End every rank and what it had started (Megatron's savers outlive it); the next run starts new ones."""
+        started: list[psutil.Process] = []
+        for pid in self.pids():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started += psutil.Process(pid).children(recursive=True)
+        for process in [*self._processes, *started]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         for process in self._processes:
             process.join()
         for pipe in self._pipes:

@@ -5,6 +5,7 @@ import pytest
 from mcore_rl.config.compose import CONFIG_ROOT, compose_config, config_groups, load_config, resolved_yaml
 from mcore_rl.config.keys import all_keys, describe, type_at
 from mcore_rl.config.schema import Placement, RatioLevel, RouterMode, RunConfig
+from mcore_rl.run_folder import fresh_folder
 
 GROUPS = config_groups()
 # Every option once: one of each group at a time, experiments (which choose groups themselves) alone.
@@ -132,3 +133,9 @@ def test_composing_leaves_the_folder_and_the_process_alone(tmp_path, monkeypatch
 def test_every_key_of_the_schema_has_words():
     assert len(all_keys()) > 90
     assert all(describe(type_at(key)) != "a value" for key in all_keys())
+
+
+def test_an_out_dir_that_cannot_be_written_is_one_line():
+    config = compose_config(["experiment=quickstart", "out_dir=/proc/nowhere"])
+    with pytest.raises(ValueError, match=r"^out_dir=/proc/nowhere: /proc/\S+ cannot be written: No such file or directory$"):
+        fresh_folder(config)

@@ -12,6 +12,7 @@ import pytest
 
 from mcore_rl import launch
 from mcore_rl.config.compose import compose_config
+from mcore_rl.guard import LAUNCHER_PID
 from mcore_rl.ranks import Outcome, free_port
 
 HERE = Path(__file__).parent / "fake_ranks"
@@ -135,3 +136,12 @@ def test_a_launcher_nobody_reads_runs_on_and_keeps_its_exit_code(tmp_path, monke
             os.close(reader)
             monkeypatch.setattr(sys, name, stack.enter_context(os.fdopen(writer, "w")))
         assert launch.launch("train", config, ["mcore-rl"]) == outcome.exit_code
+
+
+def test_a_rank_whose_launcher_is_gone_before_it_looks_ends_itself():
+    """The kernel's signal at a parent's end comes only to those who asked for it before."""
+    program = "from mcore_rl.guard import die_with_parent; die_with_parent(); print('alive')"
+    for launcher, code, said in ((os.getpid(), 0, "alive\n"), (2**22 + 1, -signal.SIGKILL, "")):
+        env = {**os.environ, LAUNCHER_PID: str(launcher)}
+        ended = subprocess.run([sys.executable, "-c", program], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stdout) == (code, said)
