@@ -93,7 +93,8 @@ def run_folder(config: RunConfig) -> RunFolder:
 def fresh_folder(config: RunConfig) -> tuple[RunFolder, Path | None]:
     """An empty folder for a new run; an earlier run of that name is kept beside it as <name>.1, <name>.2, ...
 
-    Returns the folder and where the earlier run went (None if there was none). ValueError where a file stands in the way or nothing can be written.
+    Returns the folder and where the earlier run went (None if there was none). ValueError where a file stands in the way or
+    nothing can be written.
     """
     folder = run_folder(config)
     file = file_in_the_way(folder.root)
