@@ -79,14 +79,15 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, stop)
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """The kernel kills this process when its parent is gone, also when it hangs in a collective (Linux only).
 
-    A launcher that was gone before this call had named itself in MCORE_RL_LAUNCHER_PID: the parent is another one by now.
+    parent: the process that started this one, which may have ended before this call; None: what MCORE_RL_LAUNCHER_PID says,
+    and without it whoever is the parent now.
     """
     if not sys.platform.startswith("linux"):
         return
-    parent = int(os.environ.pop(LAUNCHER_PID, os.getppid()))
+    parent = int(os.environ.pop(LAUNCHER_PID, os.getppid())) if parent is None else parent
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -28,11 +28,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from models.checkpoint_items import digest_of, write_item
 from models.checkpoint_layout import Section
-from models.checkpoint_reader import BACKEND, MARKER
+from models.checkpoint_reader import BACKEND, COMMON, MARKER
 from models.hf_file import DTYPE_NAMES, DTYPES
 
 OBJECTS_FILE = "__objects_0.distcp"
-_COMMON = "common.pt"
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,6 @@ def finish_checkpoint(folder: Path, items: Sequence[Item], objects: Iterable[str
     described = _tensor_metadata(items) | {name: BytesStorageMetadata() for name in names}
     writer = FileSystemWriter(folder, sync_files=fsync)
     writer.finish(Metadata(state_dict_metadata=described), [results])
-    torch.save({}, folder / _COMMON)
+    torch.save({}, folder / COMMON)
     marker = {"sharded_backend": BACKEND, "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
     (folder / MARKER).write_text(json.dumps(marker), encoding="utf-8")

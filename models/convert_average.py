@@ -18,13 +18,8 @@ from torch import Tensor
 
 from models.convert_staging import Report, Staging, Step, check_free_space, check_target, silent
 from models.hf_io import INDEX, CheckpointReader, check_names, is_finite
-from models.hf_write import ShardFile, copy_companions, plan_of
+from models.hf_write import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, VOCABULARIES, ShardFile, copy_companions, plan_of, read_json
 from models.registry import read_spec
-
-TOKENIZER = "tokenizer.json"
-VOCABULARIES = ("vocab.json", "merges.txt", "tokenizer.model")
-TEMPLATE = "chat_template.jinja"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -133,10 +128,7 @@ def _template_of(path: Path) -> object:
     """The chat template inside a tokenizer's configuration; None without one. ValueError naming a file that is no JSON object."""
     if not path.is_file():
         return None
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {str(error)[:200]}") from error
+    found = read_json(path)
     return found.get("chat_template") if isinstance(found, dict) else None
 
 

@@ -24,7 +24,7 @@ from models.convert_megatron import CARRIED_FILE, COMPANIONS, LAYOUT_FILE, check
 from models.convert_staging import Report, Staging, Step, check_free_space, check_target, silent
 from models.convert_text_only import text_only_config, text_only_plans
 from models.hf_file import DTYPE_NAMES, DTYPES, SafetensorsFile
-from models.hf_io import INDEX, SINGLE, CheckpointReader, expert_parts, is_finite
+from models.hf_io import INDEX, SINGLE, CheckpointReader, checked, expert_parts, is_finite
 from models.hf_write import FilePlan, ShardFile, Slot, copy_companions, index_text, plan_of, plan_shards
 from models.mapping import FuseGateUp, VocabRows
 from models.registry import read_spec, weight_map
@@ -164,7 +164,7 @@ class CheckpointSource:
         if parts is not None:
             yield from (self.tensors.read(name) for name in parts)
         elif self._folder is not None:
-            yield self._folder.read_stored(slot.name)
+            yield checked(self._folder.read_stored(slot.name), slot.name, self._folder.path_of(slot.name))
         elif self._carried is not None and slot.name in self._carried.entries:
             yield self._carried_tensor(self._carried, slot.name)
         else:
@@ -175,7 +175,7 @@ class CheckpointSource:
         if self._check_digests and written is not None and digest_of(tensor) != written:
             found = f"its digest is {digest_of(tensor)}, {LAYOUT_FILE} says {written}"
             raise ValueError(f"{file.path}: {name} is not what was written: {found}")
-        return tensor
+        return checked(tensor, name, file.path)
 
 
 def _read_layout(path: Path) -> tuple[tuple[FilePlan, ...], str | None, dict[str, str]]:
@@ -206,8 +206,8 @@ def megatron_to_hf(source: Path, target: Path, options: ExportOptions, report: R
         plans, renamed = text_only_plans(plans, made.spec, made.decoder_parts)
         index = index_text(plans)
     with Staging(target, _fingerprint(source, made.reference, options), fsync=options.fsync) as staging:
-        _write_files(made, plans, renamed, staging, report)
         copy_companions(made.reference, staging.folder)
+        _write_files(made, plans, renamed, staging, report)
         (staging.folder / LAYOUT_FILE).unlink(missing_ok=True)
         _write_config(made, staging.folder, text_only=options.text_only)
         if index is not None:

@@ -18,7 +18,7 @@ from models.checkpoint_layout import Section, sections_of
 from models.convert_carried import Carried, carried_tensors, decoder_names
 from models.convert_megatron import CARRIED_FILE, LAYOUT_FILE, VERSION, ImportOptions, check_cut, write_megatron
 from models.convert_staging import Report, Staging, check_target, silent
-from models.hf_io import INDEX, CheckpointReader, check_names, is_finite
+from models.hf_io import INDEX, CheckpointReader, check_names, checked
 from models.hf_write import FilePlan, ShardFile, Slot, copy_companions, plan_of
 from models.mapping import FuseGateUp, check_shapes
 from models.registry import read_spec, weight_map
@@ -78,20 +78,11 @@ class HuggingFaceSource:
         if self._plan.slots:
             with ShardFile(folder / CARRIED_FILE, self._plan, fsync=fsync) as file:
                 for slot in self._plan.slots:
-                    tensor = self._carried(slot.name)
+                    tensor = checked(self.reader.read_stored(slot.name), slot.name, self.reader.path_of(slot.name))
                     file.put(slot.name, tensor)
                     digests[slot.name] = digest_of(tensor)
                 file.close()
         (folder / LAYOUT_FILE).write_text(json.dumps({**self._layout(), "carried": digests}), encoding="utf-8")
-
-    def _carried(self, name: str) -> Tensor:
-        tensor = self.reader.read_stored(name)
-        if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise ValueError(f"{self.reader.path_of(name)}: {name} is {kind}: quantised checkpoints are not supported")
-        if tensor.is_floating_point() and not is_finite(tensor):
-            raise ValueError(f"{self.reader.path_of(name)}: {name} holds NaN or infinity")
-        return tensor
 
     def _layout(self) -> dict[str, object]:
         """Files, their tensors in order, and the index's text when all of them are there."""

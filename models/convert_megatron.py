@@ -121,11 +121,11 @@ class _Writer:
                 del self.staging.done[unit]
         ready = sum(self.sizes[unit] for unit in paths if unit in self.staging.done)
         check_free_space(self.staging.folder, self.total - ready)
+        self.advance("carried", self.source.companions_nbytes(), report, self._write_companions)
         items: list[Item] = []
         for unit, rules in self.units:
             rows = self.advance(unit, self.sizes[unit], report, lambda p=paths[unit], r=rules: self._write(p, r))
             items += [Item.from_json(row) for row in rows]
-        self.advance("carried", self.source.companions_nbytes(), report, self._write_companions)
         return items
 
     def _write(self, path: Path, rules: tuple[Rule, ...]) -> list[list[Any]]:

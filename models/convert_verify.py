@@ -24,20 +24,11 @@ from models.convert_export import CheckpointSource, ExportOptions
 from models.convert_megatron import COMPANIONS, layout_fault
 from models.convert_staging import Report, Step, silent
 from models.hf_io import CheckpointReader
+from models.hf_write import TOKENIZER_FILES
 from models.spec import ModelSpec
 
 ROWS, TOKENS, SEED = 2, 24, 0
 TOLERANCE = 1e-4
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 _LIMIT_S = 7200.0
 
 

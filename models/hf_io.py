@@ -33,6 +33,17 @@ def is_finite(tensor: Tensor) -> bool:
     return all(math.isfinite(extreme.item()) for extreme in torch.aminmax(tensor))
 
 
+def checked(tensor: Tensor, name: str, path: Path) -> Tensor:
+    """The tensor. ValueError naming file and tensor when it holds NaN or infinity or is quantised (a float of one byte)."""
+    if tensor.is_floating_point():
+        if tensor.dtype.itemsize == 1:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"{path}: {name} is {kind}: quantised checkpoints are not supported")
+        if not is_finite(tensor):
+            raise ValueError(f"{path}: {name} holds NaN or infinity")
+    return tensor
+
+
 @dataclass(frozen=True)
 class ExpertPart:
     """Where one expert's tensor lies inside a fused one. name: the fused tensor's; part: gate_proj, up_proj or down_proj."""
@@ -165,10 +176,7 @@ class CheckpointReader:
 
     def read(self, name: str) -> Tensor:
         """The tensor, on the CPU: a view of the mapped file, to be copied and not to be changed. No NaN, no infinity."""
-        tensor = self._view(name)
-        if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and not is_finite(tensor):
-            raise ValueError(f"{self.path_of(name)}: {name} holds NaN or infinity")
-        return tensor
+        return checked(self._view(name), name, self.path_of(name))
 
     def read_stored(self, name: str) -> Tensor:
         """The tensor under a name of `stored_names`, whatever its dtype and values; a view of the mapped file."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
@@ -22,6 +22,9 @@ from models.hf_io import INDEX, SINGLE, CheckpointReader, some
 from models.spec import TensorMeta
 
 MAX_SHARD_BYTES = 4 * 1024**3
+TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+VOCABULARIES = ("vocab.json", "merges.txt", "tokenizer.model")
+TOKENIZER_FILES = (TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, *VOCABULARIES, "special_tokens_map.json", "added_tokens.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf", ".pth", ".pt")
 _METADATA = {"format": "pt"}
 
@@ -159,16 +162,17 @@ def copy_companions(source: Path, target: Path) -> None:
         if path.is_symlink() and not path.exists():
             raise ValueError(f"{path} is a link to {path.readlink()}, which does not exist")
         if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
-            _check_json(path)
+            if path.suffix == ".json":
+                read_json(path)
             shutil.copy2(path, target / path.name)
 
 
-def _check_json(path: Path) -> None:
-    if path.suffix == ".json":
-        try:
-            json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is no JSON: {str(error)[:200]}") from error
+def read_json(path: Path) -> Any:
+    """What a JSON file beside the weights holds. ValueError naming the file when it is none."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {str(error)[:200]}") from error
 
 
 def write_checkpoint(

@@ -69,10 +69,11 @@ def correct(
     )
     scale = tuple(_factor(weight, config).to(torch.float32) for weight in weights)
     carried = _carried(gaps, weights, keep, sequence_ratio=sequence_ratio, config=config)
-    effective = torch.cat([torch.where(k, s * c, 0.0) for k, s, c in zip(keep, scale, carried, strict=True)])[
-        torch.cat(list(masks))
-    ]
-    metrics = {"correction/ess_frac": _effective_share(effective), **_metrics(weights, masks, keep, sums, accepted, config)}
+    effective = [torch.where(k, s * c, 0.0)[m] for m, k, s, c in zip(masks, keep, scale, carried, strict=True)]
+    metrics = {
+        "correction/ess_frac": _effective_share(torch.cat(effective)),
+        **_metrics(weights, masks, keep, sums, accepted, config),
+    }
     return Correction(scale, keep, metrics)
 
 

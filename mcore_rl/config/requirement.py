@@ -18,6 +18,16 @@ def at_least(least: int, values: Iterable[tuple[str, int]]) -> None:
         require(value >= least, f"{key}={value}", f"must be at least {least}")
 
 
+MAX_DRAWN_PROMPTS = 100_000
+
+
+def drawable(values: Iterable[tuple[str, int]]) -> None:
+    """Each (key, value) is at most so many prompts as are drawn before a run starts."""
+    for key, value in values:
+        most = f"at most {MAX_DRAWN_PROMPTS:,}: every one is drawn before the run starts"
+        require(value <= MAX_DRAWN_PROMPTS, f"{key}={value}", most)
+
+
 def positive(values: Iterable[tuple[str, float]]) -> None:
     """Each (key, value) is finite and above 0."""
     for key, value in values:

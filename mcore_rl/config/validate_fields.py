@@ -6,12 +6,11 @@ import math
 import re
 from pathlib import Path
 
-from mcore_rl.config.requirement import at_least, positive, require
+from mcore_rl.config.requirement import at_least, drawable, positive, require
 from mcore_rl.config.schema import DType, EngineKind, LrSchedule, OptimizerConfig, Placement, ReplaySource, RouterMode, RunConfig
 from mcore_rl.config.validate_reward import validate_data_gate, validate_reward, validate_task_fields
 from mcore_rl.rollout.addresses import check_urls, read_url_file
 
-MAX_HELD_OUT_PROMPTS = 100_000
 MAX_SEED = 2**32 - 1
 WANDB_MODES = ("offline", "online", "disabled")
 BF16_PROBE_FLOOR_NATS = 1e-2
@@ -223,8 +222,6 @@ def _sft(config: RunConfig) -> None:
 
 def _evaluation(config: RunConfig) -> None:
     at_least(1, [("eval.prompts", config.eval.prompts)])
-    drawn = {"eval.prompts": config.eval.prompts, "sft.check_prompts": config.sft.check_prompts}
-    for key, prompts in (drawn | {"distill.gate_prompts": config.distill.gate_prompts}).items():
-        most = MAX_HELD_OUT_PROMPTS
-        require(prompts <= most, f"{key}={prompts}", f"at most {most:,}: every one is drawn before the run starts")
+    drawable([("eval.prompts", config.eval.prompts), ("sft.check_prompts", config.sft.check_prompts)])
+    drawable([("distill.gate_prompts", config.distill.gate_prompts)])
     at_least(100, [("eval.bootstrap_samples", config.eval.bootstrap_samples)])

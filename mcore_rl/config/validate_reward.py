@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import re
 
-from mcore_rl.config.requirement import at_least, positive, require, shares
+from mcore_rl.config.requirement import at_least, drawable, positive, require, shares
 from mcore_rl.config.reward import DataGateConfig, PartialCredit, RewardConfig, RewardForm
 from mcore_rl.config.schema import BadRows, Overlap, TaskConfig, TaskKind
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-MAX_PROBED_PROMPTS = 100_000
 
 
 def validate_reward(config: RewardConfig) -> None:
@@ -36,12 +35,7 @@ def validate_data_gate(config: DataGateConfig) -> None:
     """ValueError naming key, value and what would be right."""
     n, low, high = config.samples_per_prompt, config.band_low, config.band_high
     at_least(1, [("data_gate.prompts", config.prompts), ("data_gate.prompts_per_request", config.prompts_per_request)])
-    most = MAX_PROBED_PROMPTS
-    require(
-        config.prompts <= most,
-        f"data_gate.prompts={config.prompts}",
-        f"at most {most:,}: every one is drawn before the run starts",
-    )
+    drawable([("data_gate.prompts", config.prompts)])
     at_least(2, [("data_gate.samples_per_prompt", n)])
     at_least(0, [("data_gate.early_kill_steps", config.early_kill_steps)])
     shares([("data_gate.band_low", low), ("data_gate.band_high", high)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_rl.rewards.composition import LARGEST, in_range, shown
+from mcore_rl.rewards.composition import LARGEST, shown, usable
 from mcore_rl.rewards.user_reward import UserReward
 from mcore_rl.seams import Task
 from mcore_rl.types import Completion, Prompt, Score
@@ -15,7 +15,7 @@ from mcore_rl.types import Completion, Prompt, Score
 
 def require_reward(value: object, sample: str) -> float:
     """`value` as a float. ValueError naming the sample when it is no finite number (None, NaN, inf, text, bool) or too large."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not in_range(value):
+    if not usable(value):
         raise ValueError(f"reward of sample {sample} is {shown(value)}: a reward must be a finite number, {LARGEST:g} at most")
     return float(value)
 

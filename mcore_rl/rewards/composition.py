@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from mcore_rl.config.reward import PartialCredit, RewardForm
 from mcore_rl.rewards.partial_credit import box_iou, token_f1
@@ -30,9 +31,9 @@ LARGEST = 1e12
 _SHOWN_CHARS = 100
 
 
-def in_range(value: float) -> bool:
-    """Neither NaN nor infinite nor beyond LARGEST; whole numbers of any size can be asked."""
-    return -LARGEST <= value <= LARGEST
+def usable(value: object) -> TypeGuard[float]:
+    """A number (no bool), neither NaN nor infinite nor beyond LARGEST; whole numbers of any size can be asked."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
 def shown(value: object) -> str:
@@ -60,7 +61,7 @@ def compose(form: RewardForm, goal: float, components: Mapping[str, float]) -> f
     """
     if not 0.0 <= goal <= 1.0:
         raise ValueError(f"goal={goal}: the goal lies in [0, 1]")
-    lost = [f"{name}={shown(value)}" for name, value in components.items() if not in_range(value)]
+    lost = [f"{name}={shown(value)}" for name, value in components.items() if not usable(value)]
     if lost:
         raise ValueError(f"reward component {lost[0]}: a finite number is needed, {LARGEST:g} at most")
     aux = math.fsum(components.values())

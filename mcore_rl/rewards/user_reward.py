@@ -28,7 +28,7 @@ from typing import Any, cast
 
 from mcore_rl.config.reward import RewardConfig, RewardForm
 from mcore_rl.errors import StopRun
-from mcore_rl.rewards.composition import GOAL, LARGEST, compose, in_range, shown
+from mcore_rl.rewards.composition import GOAL, LARGEST, compose, shown, usable
 from mcore_rl.rewards.pool import Reply, RewardPool
 from mcore_rl.rewards.process import CallSpec
 from mcore_rl.types import Completion, Prompt, Score
@@ -126,7 +126,7 @@ def _terms(name: str, components: object) -> dict[str, float]:
 
 
 def _number(name: str, what: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not in_range(value):
+    if not usable(value):
         raise ValueError(f"{what} of sample {name} is {shown(value)}: a finite number is needed, {LARGEST:g} at most")
     return float(value)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
@@ -11,14 +10,7 @@ import time
 import psutil
 
 ROOT_VARIABLE = "MCORE_RL_ENGINE_ROOT"
-_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
-
-
-def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when `parent` ends, by the kernel and by a watching thread (for a lost race)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
 
 
 def become_root() -> None:
@@ -34,12 +26,6 @@ def follow_root() -> None:
     root = int(os.environ.get(ROOT_VARIABLE, "0"))
     if root not in (0, os.getpid()):
         threading.Thread(target=_watch_root, args=(psutil.Process(root),), daemon=True).start()
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_POLL_S)
-    os._exit(1)
 
 
 def _watch_root(root: psutil.Process) -> None:

@@ -16,7 +16,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mcore_rl.rollout.lifeline import become_root, die_with_parent
+from mcore_rl.guard import die_with_parent
+from mcore_rl.rollout.lifeline import become_root
 
 REFUSALS = (
     ArithmeticError,

@@ -104,11 +104,10 @@ class WeightSync:
         loader = Loader(self._engine)
         try:
             report = self._sync(source, probe, loader)
-        except EngineRefused as refusal:  # what an engine cannot answer it has not proved
+        except Exception as failure:
             self._give_up(loader)
-            raise WeightMismatch(str(refusal)) from refusal
-        except Exception:
-            self._give_up(loader)
+            if isinstance(failure, EngineRefused):  # what an engine cannot answer it has not proved
+                raise WeightMismatch(str(failure)) from failure
             raise
         self._proved += 1
         self._full_readback = False

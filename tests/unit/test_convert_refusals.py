@@ -5,10 +5,13 @@ import json
 import pytest
 import torch
 from made_checkpoints import CONFIGS, mtp_tensors, tensors_of, write
+from safetensors.torch import load_file, save_file
 
+from models.checkpoint_reader import OWN_FILE
 from models.convert_average import AverageOptions, average
+from models.convert_export import ExportOptions, megatron_to_hf
 from models.convert_import import hf_to_megatron
-from models.convert_megatron import ImportOptions
+from models.convert_megatron import CARRIED_FILE, COMPANIONS, LAYOUT_FILE, ImportOptions
 
 QUICK = ImportOptions(fsync=False)
 CONFIG = CONFIGS["qwen3_5_vision"]
@@ -81,3 +84,29 @@ def test_averages_of_two_chat_templates(tmp_path):
         (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": source.name}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"b/tokenizer_config\.json: its chat_template is not that of \S+a: their prompts"):
         average(sources, tmp_path / "mean", AverageOptions())
+
+
+def test_nan_beside_the_decoder_is_refused_on_the_way_back_too(tmp_path):
+    """In a reference folder, and in the checkpoint's own copy where it has no digests; before a layer is written."""
+    hf = folder(tmp_path)
+    hf_to_megatron(hf, tmp_path / "megatron", QUICK)
+    broken = tensors_of(CONFIG) | mtp_tensors(CONFIG) | {VISION: torch.full((2, 3), torch.inf)}
+    other = write(tmp_path / "other", CONFIG, broken)
+    with pytest.raises(ValueError, match=rf"other/model\.safetensors: {VISION} holds NaN or infinity"):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "back", ExportOptions(reference=other, fsync=False))
+    carried = tmp_path / "megatron" / COMPANIONS / CARRIED_FILE
+    save_file(load_file(carried) | {VISION: torch.full((2, 3), torch.nan)}, carried)
+    (tmp_path / "megatron" / OWN_FILE).unlink()
+    layout = tmp_path / "megatron" / COMPANIONS / LAYOUT_FILE
+    layout.write_text(json.dumps({**json.loads(layout.read_text(encoding="utf-8")), "carried": {}}), encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"{CARRIED_FILE}: {VISION} holds NaN or infinity"):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "back", ExportOptions(fsync=False))
+    assert not (tmp_path / "back").exists()
+
+
+def test_what_lies_beside_the_decoder_is_looked_at_first(tmp_path):
+    """A conversion that cannot end well writes no layer before it says so."""
+    hf = folder(tmp_path, **{VISION: torch.full((2, 3), torch.nan)})
+    with pytest.raises(ValueError, match="holds NaN"):
+        hf_to_megatron(hf, tmp_path / "megatron", QUICK)
+    assert not list(tmp_path.rglob("*.distcp"))
