@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -31,9 +32,10 @@ from mcore_rl.sync import stream
 from mcore_rl.sync.buckets import plan_buckets
 from mcore_rl.sync.digest import wire_digest
 from mcore_rl.sync.endpoint import SyncEndpoint
+from mcore_rl.sync.engine_side import Asked, EngineSide
 from mcore_rl.sync.proof import ProbeResult
 from mcore_rl.sync.session import WeightSync
-from mcore_rl.sync.shm import Segment
+from mcore_rl.sync.shm import SLOTS, Segment
 from models.build import BuildOptions, build_model, forward_packed
 from models.registry import read_spec
 from models.router import router_pass
@@ -54,11 +56,13 @@ EXTENSION = "bench_sync_worker.BenchExtension"
 
 @dataclass
 class Figures:
-    """Seconds per kind of round, the stages of the syncs, bytes of extra anonymous memory per process."""
+    """Seconds per kind of round, the stages of the syncs, bytes of extra anonymous memory per process in a whole sync and of
+    all ranks together while buckets are written."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     stages: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     extra_bytes: dict[str, float] = field(default_factory=dict)
+    sending_bytes: float = 0.0
 
     def timed(self, kind: str, work: Callable[[], object]) -> None:
         """Run `work` on all ranks at once; its seconds are those until the last one is done."""
@@ -103,24 +107,41 @@ def no_digest(_: torch.Tensor) -> str:
     return ""
 
 
+class Unproved(EngineSide):
+    """Closes the update and asks nothing."""
+
+    def ask(self, endpoint: SyncEndpoint) -> None:
+        """As without a proof."""
+        endpoint.finish()
+
+
 class BenchSync(WeightSync):
     """A sync whose digests, probe and read-back can be left out, to see what they cost."""
 
     proved = True
+    sent = Event()
+
+    @property
+    def segment_bytes(self) -> int:
+        """Of the shared segment, both slots."""
+        return 0 if self._channel is None else SLOTS * self._channel.segment.slot_bytes
 
     def show(self, proved: bool) -> None:
         """Collective: prove from now on, or not."""
+        self.sent.clear()
         self.proved, stream.wire_digest = proved, wire_digest if proved else no_digest
         if isinstance(self._engine, VllmEngine):
             self._engine.link.rpc("mcore_bench_digests", [proved])
         dist.barrier()
 
-    def _check_readback(self, engine: SyncEndpoint, expected: Mapping[str, Sequence[str]], names: Sequence[str]) -> None:
-        if self.proved:
-            super()._check_readback(engine, expected, names)
+    def _engine_side(self, asked: Asked, given_up: Event) -> EngineSide:
+        self.sent.set()
+        return (EngineSide if self.proved else Unproved)(asked, given_up)
 
-    def _probe(self, trainer: Sequence[Sequence[float]]) -> ProbeResult:
-        return super()._probe(trainer) if self.proved else ProbeResult(0.0, 0.0)
+    def _compare(
+        self, theirs: EngineSide, expected: Mapping[str, Sequence[str]], trainer: Sequence[Sequence[float]]
+    ) -> tuple[ProbeResult, dict[str, float]]:
+        return super()._compare(theirs, expected, trainer) if self.proved else (ProbeResult(0.0, 0.0), {})
 
 
 class Floor:
@@ -149,15 +170,21 @@ class Floor:
 
 
 @contextmanager
-def watching(pids: dict[str, int], figures: Figures) -> Iterator[None]:
-    """The most anonymous memory above the start that each process takes inside; keeps the largest ever seen."""
+def watching(pids: dict[str, int], figures: Figures, sent: Event) -> Iterator[None]:
+    """The most anonymous memory above the start that each process takes inside; keeps the largest ever seen.
+
+    sent: set once everything is written.
+    """
     before, stop = {name: anonymous(pid) for name, pid in pids.items()}, threading.Event()
 
     def watch() -> None:
         while not stop.wait(0.01):
-            for name, pid in pids.items():
-                extra = float(anonymous(pid) - before[name])
-                figures.extra_bytes[name] = max(figures.extra_bytes.get(name, 0.0), extra)
+            extra = {name: float(anonymous(pid) - before[name]) for name, pid in pids.items()}
+            for name, value in extra.items():
+                figures.extra_bytes[name] = max(figures.extra_bytes.get(name, 0.0), value)
+            if not sent.is_set():
+                ranks = sum(value for name, value in extra.items() if name.startswith("rank"))
+                figures.sending_bytes = max(figures.sending_bytes, ranks)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -199,7 +226,7 @@ def measure(trainer: Trainer, engine: VllmEngine | None, tmpfs: Path, rounds: in
         figures.timed("floor", floor.load)
         for kind, every in KINDS.items():
             config.readback_every = every
-            with watching(pids if dist.get_rank() == 0 else {}, figures):
+            with watching(pids if dist.get_rank() == 0 else {}, figures, session.sent):
                 sync(kind)
         figures.timed("files", lambda: save_and_reload(trainer, engine, tmpfs))
     for _ in range(3):
@@ -211,6 +238,7 @@ def measure(trainer: Trainer, engine: VllmEngine | None, tmpfs: Path, rounds: in
         "bytes": sum(meta.nbytes for meta in metas),
         "tensors": len(metas),
         "bucket_bytes": config.bucket_bytes,
+        "segment_bytes": session.segment_bytes,
     }
 
 

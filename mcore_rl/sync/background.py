@@ -41,4 +41,8 @@ class Background(Generic[T]):
         return outcome
 
     def _run(self) -> None:
-        self._outcome = attempt(self._call)
+        try:
+            self._outcome = attempt(self._call)
+        except Exception as odd:  # told to who waits and, with its traceback, by the thread
+            self._outcome = odd
+            raise

@@ -24,15 +24,23 @@ class EndpointGroup(ABC, Generic[E]):
     def members(self) -> Sequence[E]:
         """The engines that live, in a fixed order."""
 
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """For messages."""
+
     def lost(self, member: E, death: EngineDied) -> None:
         """Hook: `member` died during a call."""
 
     def each(self, call: Callable[[E], T]) -> list[T]:
         """`call` of every member at the same time; results in their order.
 
-        An error is raised after all have ended: what is wrong comes before who died.
+        An error is raised after all have ended: what is wrong comes before who died. EngineDied when there are no members.
         """
-        found = self.outcomes([(member, call) for member in self.members])
+        asked = [(member, call) for member in self.members]
+        if not asked:
+            raise EngineDied(f"no engine is left of {self.name}")
+        found = self.outcomes(asked)
         errors = [outcome for outcome in found if isinstance(outcome, Exception)]
         errors.sort(key=lambda error: isinstance(error, EngineDied))
         if errors:
@@ -72,9 +80,8 @@ class EndpointGroup(ABC, Generic[E]):
         self.each(lambda engine: engine.load(slot, tensors))
 
     def finish(self) -> list[str]:
-        """Close the update everywhere; names received by the first engine whose list differs, or by all of them."""
-        received = self.each(lambda engine: engine.finish())
-        return next((names for names in received if names != received[0]), received[0])
+        """Close the update everywhere; names received by the first engine. The proof asks every member."""
+        return self.each(lambda engine: engine.finish())[0]
 
     def abort(self) -> None:
         """End an update that failed, on every engine that lives."""

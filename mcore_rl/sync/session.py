@@ -6,11 +6,11 @@ raises on all of them; after a failure the engine has no version and refuses to 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from mcore_rl.config.schema import SyncConfig
@@ -18,10 +18,10 @@ from mcore_rl.errors import EngineRefused
 from mcore_rl.seams import WeightSource
 from mcore_rl.sync.buckets import Bucket, plan_buckets, slot_bytes
 from mcore_rl.sync.endpoint import SyncEndpoint
+from mcore_rl.sync.engine_side import Asked, EngineSide, Watch
 from mcore_rl.sync.group import ask_each, members, merge_layouts, shares
 from mcore_rl.sync.proof import (
     ProbeResult,
-    check_coverage,
     check_layout,
     check_probe,
     check_readback,
@@ -30,9 +30,9 @@ from mcore_rl.sync.proof import (
     compare_probe,
     readback_names,
 )
-from mcore_rl.sync.ranks import all_or_none, from_rank0, gather, is_rank0
+from mcore_rl.sync.ranks import all_or_end, all_or_none, from_rank0, gather, is_rank0
 from mcore_rl.sync.shm import Segment
-from mcore_rl.sync.stream import Loader, Sending, send_buckets
+from mcore_rl.sync.stream import Loader, send_buckets
 from mcore_rl.types import EngineDied, SyncReport, TensorMeta, WeightMismatch
 
 ProbeFn = Callable[[], Sequence[Sequence[float]]]
@@ -46,19 +46,6 @@ class _Channel:
     plan: tuple[Bucket, ...]
     segment: Segment
     layout: Mapping[str, Mapping[str, Any]]
-
-
-@dataclass
-class _Watch:
-    """Seconds per stage."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - started
 
 
 class WeightSync:
@@ -105,7 +92,7 @@ class WeightSync:
         try:
             report = self._sync(source, probe, loader)
         except Exception as failure:
-            self._give_up(loader)
+            self._give_up(loader, failure)
             if isinstance(failure, EngineRefused):  # what an engine cannot answer it has not proved
                 raise WeightMismatch(str(failure)) from failure
             raise
@@ -114,7 +101,7 @@ class WeightSync:
         return report
 
     def _sync(self, source: WeightSource, probe: ProbeFn, loader: Loader) -> SyncReport:
-        watch = _Watch()
+        watch = Watch()
         with watch.stage("prepare"):
             version = check_same_version(gather(source.version))
             with all_or_none():
@@ -124,24 +111,25 @@ class WeightSync:
             self._on_engine(lambda engine: engine.begin())
         with watch.stage("send"):
             sampled = {name: channel.layout[name] for name in names}
-            trainer: list[Sequence[float]] = []
-            sending = Sending(sampled, meanwhile=lambda: trainer.extend(probe()))
-            contents = send_buckets(source, channel.plan, channel.segment, loader, sending)
-        with watch.stage("finish"):
-            self._on_engine(lambda engine: check_coverage(engine.name, engine.finish(), channel.metadata))
-        with watch.stage("readback"):
+            contents = send_buckets(source, channel.plan, channel.segment, loader, sampled)
+        with watch.stage("prove"):
+            theirs = self._engine_side(Asked(channel.metadata, names, self._probe_sequences), loader.given_up)
+            loader.then(theirs.ask)
+            trainer: Sequence[Sequence[float]] = []
+            # Not before everything is written: so it sees what became of the tensors that were handed out.
+            with all_or_end():
+                trainer = probe()
+            with all_or_none():
+                loader.wait()
             expected = {name: digests for part in gather(contents) for name, digests in part.items()}
-            self._on_engine(lambda engine: self._check_readback(engine, expected, names))
-        with watch.stage("probe"):
-            self._on_engine(lambda engine: engine.reset_prefix_cache())
-            result = self._probe(trainer)
+            result, seconds = self._compare(theirs, expected, trainer)
         with all_or_none():
             check_version(version, source.version)
         self._on_engine(lambda engine: engine.commit(version))
         sent = sum(meta.nbytes for meta in channel.metadata)
         counts = (len(channel.metadata), sent, len(channel.plan), len(names))
         self._floor = floor = self._floor or result
-        measured = (result.max_nats, result.mean_nats, watch.seconds, floor.max_nats, floor.mean_nats)
+        measured = (result.max_nats, result.mean_nats, {**watch.seconds, **seconds}, floor.max_nats, floor.mean_nats)
         return SyncReport(version, *counts, *measured)
 
     def _known(self, metadata: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
@@ -183,23 +171,25 @@ class WeightSync:
             check_layout(member.name, layout, metadata)
         return merge_layouts(self._layouts)
 
-    def _check_readback(self, engine: SyncEndpoint, expected: Mapping[str, Sequence[str]], names: Sequence[str]) -> None:
-        found = ask_each(engine, lambda member: member.readback(names))
-        for member, mine, theirs in zip(members(engine), shares(self._layouts, expected), found, strict=True):
-            check_readback(member.name, mine, theirs)
+    def _engine_side(self, asked: Asked, given_up: Event) -> EngineSide:
+        return EngineSide(asked, given_up)
 
-    def _probe(self, trainer: Sequence[Sequence[float]]) -> ProbeResult:
-        """The engines' scores against the trainer's, which were taken while the engines loaded."""
+    def _compare(
+        self, theirs: EngineSide, expected: Mapping[str, Sequence[str]], trainer: Sequence[Sequence[float]]
+    ) -> tuple[ProbeResult, dict[str, float]]:
+        """Every engine's digests and scores against the trainer's; the engines' seconds."""
 
-        def compare() -> tuple[float, float]:
-            engine = self._rank0_engine()
-            scores = ask_each(engine, lambda member: member.score(self._probe_sequences))
-            results = [compare_probe(trainer, found) for found in scores]
-            for member, result in zip(members(engine), results, strict=True):
-                check_probe(member.name, result, self._config.probe_max_nats, self._config.probe_mean_nats)
-            return max(result.max_nats for result in results), max(result.mean_nats for result in results)
+        def compare() -> tuple[float, float, dict[str, float]]:
+            mine = shares(self._layouts, expected)
+            for name, ours, found in zip(theirs.engines, mine, theirs.digests, strict=True):
+                check_readback(name, ours, found)
+            results = [compare_probe(trainer, scores) for scores in theirs.scores()]
+            for name, result in zip(theirs.engines, results, strict=True):
+                check_probe(name, result, self._config.probe_max_nats, self._config.probe_mean_nats)
+            return max(result.max_nats for result in results), max(result.mean_nats for result in results), theirs.seconds
 
-        return ProbeResult(*from_rank0(compare))
+        largest, mean, seconds = from_rank0(compare)
+        return ProbeResult(largest, mean), seconds
 
     def _on_engine(self, action: Callable[[SyncEndpoint], None]) -> None:
         from_rank0(lambda: action(self._rank0_engine()))
@@ -209,12 +199,15 @@ class WeightSync:
             raise ValueError("weight sync: rank 0 was given no engine")
         return self._engine
 
-    def _give_up(self, loader: Loader) -> None:
+    def _give_up(self, loader: Loader, failure: Exception) -> None:
         self._full_readback = True
-        if self._engine is not None:
-            with suppress(EngineDied, EngineRefused):
-                loader.settle()
-                self._engine.abort()
+        if self._engine is None:
+            return
+        for meanwhile in loader.settle():
+            if meanwhile is not failure:
+                failure.add_note(f"the engine meanwhile: {meanwhile}")
+        with suppress(EngineDied, EngineRefused):
+            self._engine.abort()
 
 
 def check_config(config: SyncConfig, probe_sequences: Sequence[Sequence[int]]) -> None:

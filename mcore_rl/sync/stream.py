@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from threading import Event
 from typing import Any
 
 from torch import Tensor
@@ -22,54 +22,63 @@ from mcore_rl.types import WeightMismatch
 
 
 class Loader:
-    """Loads one after the other, in the background: the engine goes on while buckets are written. Without engine: nothing."""
+    """Calls to the engine, one after the other, in the background: it goes on while buckets are written and the trainer
+    scores. Without engine: nothing."""
 
     def __init__(self, endpoint: SyncEndpoint | None) -> None:
         """endpoint is None on every rank but 0."""
         self._endpoint = endpoint
         self._running: deque[Background[None]] = deque()
+        self.given_up = Event()
 
     def start(self, slot: int, tensors: list[list[Any]]) -> None:
         """Load a bucket once those before it are loaded; after one that failed, fail with its error."""
-        if self._endpoint is None:
-            return
-        before = self._running[-1] if self._running else None
-        load = partial(self._endpoint.load, slot, tensors)
-        self._running.append(Background(partial(_after, before, load), f"weight sync: loading slot {slot}"))
+        if self._endpoint is not None:
+            self._follow(partial(self._endpoint.load, slot, tensors), f"weight sync: loading slot {slot}")
+
+    def then(self, call: Callable[[SyncEndpoint], None]) -> None:
+        """`call` of the engine, in its turn, as `start`."""
+        if self._endpoint is not None:
+            self._follow(partial(call, self._endpoint), "weight sync: the engine's side of the proof")
 
     def wait(self, most: int = 0) -> None:
-        """Until at most `most` buckets are under way, in their order; a failed one's error is raised."""
+        """Until at most `most` calls are under way, in their order; a failed one's error is raised."""
         while len(self._running) > most:
             self._running.popleft().result()
 
-    def settle(self) -> None:
-        """Nothing is in flight any more, whatever came of it."""
+    def settle(self) -> list[Exception]:
+        """Begin no call any more and wait for the one in flight; the errors of those that were not waited for, each once."""
+        self.given_up.set()
+        errors: list[Exception] = []
         while self._running:
-            self._running.popleft().outcome()
+            outcome = self._running.popleft().outcome()
+            if isinstance(outcome, Exception) and not any(outcome is known for known in errors):
+                errors.append(outcome)
+        return errors
 
+    def _follow(self, call: Callable[[], None], name: str) -> None:
+        before = self._running[-1] if self._running else None
+        self._running.append(Background(partial(self._after, before, call), name))
 
-def _after(before: Background[None] | None, load: Callable[[], None]) -> None:
-    if before is not None:
-        before.result()
-    load()
-
-
-@dataclass(frozen=True)
-class Sending:
-    """sampled: layout entries, by name, of the tensors to fingerprint. meanwhile: what all ranks do, once, when everything is
-    written and the engine still loads; not earlier, so that it sees what became of the tensors that were handed out."""
-
-    sampled: Mapping[str, Mapping[str, Any]]
-    meanwhile: Callable[[], None]
+    def _after(self, before: Background[None] | None, call: Callable[[], None]) -> None:
+        if before is not None:
+            before.result()
+        if not self.given_up.is_set():
+            call()
 
 
 def send_buckets(
-    source: WeightSource, plan: Sequence[Bucket], segment: Segment, loader: Loader, sending: Sending
+    source: WeightSource,
+    plan: Sequence[Bucket],
+    segment: Segment,
+    loader: Loader,
+    sampled: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, list[str]]:
-    """Send every bucket; returns the region digests of the sampled tensors this rank holds.
+    """Write every bucket; the last ones may still be loading. sampled: layout entries, by name, of the tensors to
+    fingerprint; returns the region digests of those this rank holds.
 
     Collective. An error on any rank, or in the engine, is raised on all of them; one in the middle of the policy's own
-    collectives (a bucket's gathers, the probe's forward pass) ends that rank's process, and its launcher the others.
+    collectives (a bucket's gathers) ends that rank's process, and its launcher the others.
     """
     with all_or_none():
         held = source.held_names()
@@ -80,12 +89,8 @@ def send_buckets(
         with all_or_none():  # no rank writes into a slot that the engine, which rank 0 alone talks to, still reads
             loader.wait(SLOTS - 1)
         with all_or_end():
-            digests = _write(source, bucket, segment, held=held, sampled=sending.sampled, contents=contents)
+            digests = _write(source, bucket, segment, held=held, sampled=sampled, contents=contents)
         loader.start(slot, _manifest(bucket, gather(digests)))
-    with all_or_end():
-        sending.meanwhile()
-    with all_or_none():
-        loader.wait()
     return contents
 
 

@@ -36,9 +36,10 @@ def metas(sizes):
     ("limit", "expected"),
     [
         (1, [[0], [1], [2], [3], [4], [5]]),
-        (8, [[0, 1], [2], [3], [4], [5]]),
-        (19, [[0, 1, 2, 3], [4], [5]]),
-        (20, [[0, 1, 2, 3], [4], [5]]),
+        (8, [[0], [1], [2], [3], [4], [5]]),
+        (19, [[0], [1, 2, 3], [4], [5]]),
+        (20, [[0], [1, 2, 3], [4], [5]]),
+        (42, [[0, 1], [2, 3, 4, 5]]),
         (43, [[0, 1, 2, 3, 4, 5]]),
         (400, [[0, 1, 2, 3, 4, 5]]),
     ],
@@ -60,8 +61,10 @@ def test_a_layer_that_fits_is_not_split():
     sizes = [10, 10, 20, 10, 20, 25, 25, 5]
     metadata = [TensorMeta(name, torch.uint8, (size,)) for name, size in zip(names, sizes, strict=True)]
     plan = plan_buckets(metadata, 45, align_bytes=1)
-    assert [[names.index(name) for name in bucket.names] for bucket in plan] == [[0, 1, 2], [3, 4], [5], [6, 7]]
-    assert [len(bucket.names) for bucket in plan_buckets(metadata, 100, align_bytes=1)] == [5, 3]
+    assert [[names.index(name) for name in bucket.names] for bucket in plan] == [[0], [1, 2], [3, 4], [5], [6, 7]]
+    assert [len(bucket.names) for bucket in plan_buckets(metadata, 100, align_bytes=1)] == [1, 4, 3]
+    without_embedding = plan_buckets(metadata[1:], 45, align_bytes=1)  # 30 bytes are more than a quarter and stay together
+    assert [len(bucket.names) for bucket in without_embedding] == [2, 2, 1, 2]
 
 
 def test_offsets_are_aligned_and_do_not_overlap():
